@@ -3,6 +3,7 @@
 # make nightly  the property tests with other examples in every run, and more of them; random modules
 #             and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
 # make lint   ruff, mypy, import contracts
+# make web    the program of the page that `parloom report` writes (needs npm)
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
 # settings (PIP_INDEX_URL, pip.conf) say where packages come from.
@@ -20,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test nightly lint format clean
+.PHONY: demo test nightly lint format web clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -44,6 +45,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+web:
+	cd web && npm ci --no-audit --no-fund && npm run --silent check && npm run --silent build
 
 # The stamp is written last, so an interrupted install is done again.
 $(STAMP): pyproject.toml constraints.txt

@@ -41,6 +41,7 @@ from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
+from parloom.exporting import export as export  # noqa: PLC0414 - part of the API
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
@@ -52,6 +53,8 @@ from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING
+from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
+from parloom.reporting import write_page as write_page  # noqa: PLC0414
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request
 

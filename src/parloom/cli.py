@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,33 @@ import typer
 from rich.console import RenderableType
 
 from parloom import __version__, arguments
-from parloom.arguments import METHODS
+from parloom.cli_options import (
+    BUDGET,
+    CHECKPOINT,
+    DEVICES,
+    FORBID,
+    GAP,
+    NO_REWRITES,
+    PIN,
+    RESUME,
+    SCRIPT,
+    SEMANTICS,
+    THERE,
+    TIMEOUT,
+    TO,
+    AsJson,
+    Calibrated,
+    Dtype,
+    Memory,
+    Method,
+    Model,
+    Objective,
+    Out,
+    PlanPath,
+    Plans,
+    RunLog,
+    Verbose,
+)
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import (
     EqualityError,
@@ -51,64 +76,6 @@ app = typer.Typer(
 )
 cluster_app = typer.Typer(no_args_is_help=True, help="Look at a cluster spec or file.")
 app.add_typer(cluster_app, name="cluster")
-
-
-class Objective(StrEnum):
-    """What the search makes small."""
-
-    TIME = "time"
-    COST = "cost"
-    MEMORY = "memory"
-
-
-class Dtype(StrEnum):
-    """The floating-point type of parameters and activations."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP64 = "fp64"
-
-
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="zoo:NAME, a Hugging Face config.json, folder or Hub id, pkg.module:factory, "
-        "file.py:factory, or a .pt2 file.",
-    ),
-]
-Method = Annotated[
-    str, typer.Option(help=f"{', '.join(METHODS)}, or a plan file to take decisions from.")
-]
-Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Memory to use per device, as 70GB.")
-]
-Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
-]
-PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
-PIN = (
-    "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
-    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
-)
-FORBID = "No plan that holds this; written like --pin."
-SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
-DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
-NO_REWRITES = f"Compute all values as the model does; the same as --forbid '{NO_REWRITE}'."
-BUDGET = "End the search after so many solved programs and simulated steps."
-RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
-CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
-THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
-TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
-GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
-Calibrated = Annotated[
-    Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
-]
 
 
 @app.command()
@@ -433,20 +400,47 @@ def calibrate(
 
 
 @app.command()
-def report(path: PlanPath, as_json: AsJson = False, verbose: Verbose = False) -> None:
-    """Not yet: write one HTML page about the plan."""
-    raise _not_yet("`parloom report`")
+def report(
+    path: Plans,
+    run_log: RunLog = None,
+    calibration: Calibrated = None,
+    out: Annotated[Path, typer.Option(metavar="F", help="The page.")] = Path("report.html"),
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write plans, beside each other where there are several, as one page to look at."""
+    _quiet(verbose)
+    from parloom import api
+
+    document = api.report(path, run=run_log, calibration=calibration, progress=_say)
+    if as_json:
+        show_json(document)
+        return
+    api.write_page(document, out)
+    _print(f"report {out}: open it in a browser; it needs no network")
 
 
 @app.command()
 def export(
     path: PlanPath,
-    to: Annotated[str | None, typer.Option(metavar="...")] = None,
+    to: Annotated[str, typer.Option(metavar="LAUNCHER", help=TO)],
+    script: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- SCRIPT [ARGS]...]", help=SCRIPT)
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("launch"),
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Not yet: write the plan as another tool's settings."""
-    raise _not_yet("`parloom export`")
+    """Write the file by which another launcher starts a training script on the plan's ranks."""
+    _quiet(verbose)
+    from parloom import api
+
+    document = api.export(path, to, script or ["train.py"], out)
+    if as_json:
+        show_json(document)
+        return
+    ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
+    _print(f"{document['file']}: {ranks} of plan {document['plan_hash']}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -74,7 +74,7 @@ def explain(
     case = case_of(plan, calibration)
     there = None
     if versus is not None:
-        there = case_of(_other(plan, versus, calibration, progress), calibration)
+        there = case_of(other_plan(plan, versus, calibration, progress), calibration)
     for warning in dict.fromkeys(
         w for c in (case, there) if c for w in (c.warning, *c.source.notes)
     ):
@@ -127,7 +127,7 @@ def _named_in_stages(pipeline: PipelineCase, name: str, path: str) -> Answer:
     return Answer(document, stages_named_screen(document, path))
 
 
-def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
+def other_plan(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
     """The plan of that path, or the best one of that method; one that does not fit if none does."""
     if versus in arguments.METHODS:
         machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
@@ -159,13 +159,18 @@ def _other(plan: Plan, versus: str, calibration: str | Path | None, say: Say) ->
         hint = nearest(versus, arguments.METHODS)
         raise InputError(f"versus: no method or plan file {versus!r}{hint}")
     other = read_plan(Path(versus))
+    check_comparable(plan, other, versus)
+    return other
+
+
+def check_comparable(plan: Plan, other: Plan, name: str) -> None:
+    """Raise `FingerprintError` where `other`, called `name`, is a plan of another model."""
     if other.fingerprint != plan.fingerprint:
         raise FingerprintError(
-            f"{versus} is a plan of {other.source.spec} ({other.fingerprint}), not of"
+            f"{name} is a plan of {other.source.spec} ({other.fingerprint}), not of"
             f" {plan.source.spec} ({plan.fingerprint}): only plans of one model, with one batch and"
             f" one dtype, are compared; plan again: {plan.command()}"
         )
-    return other
 
 
 def case_of(plan: Plan, calibration: str | Path | None = None) -> Case | PipelineCase:

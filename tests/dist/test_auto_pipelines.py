@@ -60,9 +60,26 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Half of it, for what does not depend on how large it is: searches take half as long."""
+    path: Path = tmp_path_factory.mktemp("cluster") / "two.yaml"
+    path.write_text(CLUSTER.replace("size: 4", "size: 2"))
+    return str(path)
+
+
 @cache
 def captured() -> Captured:
     return api.capture("zoo:gpt", batch=16, seq=32, optimizer="sgd")
+
+
+def two_blocks() -> tuple[nn.Module, dict[str, Tensor]]:
+    return zoo.build("gpt", batch=16, seq=32, depth=2)
+
+
+@cache
+def captured_small() -> Captured:
+    return api.capture(f"{__name__}:two_blocks", optimizer="sgd")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +89,11 @@ def found(slow: str) -> Plan:
     plan = api.search(captured(), cluster=slow, progress=said.append)
     assert [line for line in said if "cannot be lowered" in line] == []
     return plan
+
+
+@pytest.fixture(scope="module")
+def found_small(two: str) -> Plan:
+    return api.search(captured_small(), cluster=two)
 
 
 def test_a_pipeline_is_the_fastest_over_slow_links(found: Plan, slow: str) -> None:
@@ -111,18 +133,18 @@ def test_equal_stages_that_are_lowered_once_take_as_long(found: Plan, slow: str)
     assert one.peak_bytes == other.peak_bytes
 
 
-def test_limits_are_kept(found: Plan, slow: str) -> None:
-    assert found.prediction is not None
-    limit = int(found.prediction.peak_bytes * 0.8)
-    tight = api.search(captured(), cluster=slow, memory=limit)
-    assert tight.prediction is not None
+def test_limits_are_kept(found_small: Plan, two: str) -> None:
+    assert found_small.prediction is not None
+    limit = int(found_small.prediction.peak_bytes * 0.8)
+    tight = best_with(captured_small(), two, limit_bytes=limit)
     assert tight.prediction.peak_bytes <= limit
-    assert tight.prediction.step_s >= found.prediction.step_s
+    assert tight.prediction.step_s >= found_small.prediction.step_s
 
 
-def test_the_same_question_has_the_same_answer(found: Plan, slow: str) -> None:
-    again = api.search(captured(), cluster=slow)
-    assert again.decisions == found.decisions
+def test_the_same_question_has_the_same_answer(found_small: Plan, two: str) -> None:
+    again = api.search(captured_small(), cluster=two)
+    assert len(again.decisions.stages) > 1
+    assert again.decisions == found_small.decisions
 
 
 def test_a_budget_ends_it(slow: str) -> None:
@@ -133,14 +155,15 @@ def test_a_budget_ends_it(slow: str) -> None:
     assert whole.bound_s <= whole.prediction.step_s
 
 
-def test_pins_hold_in_every_stage(found: Plan, slow: str) -> None:
+def test_pins_hold_in_every_stage(found_small: Plan, slow: str) -> None:
     """And the plan that was found without them does not hold them."""
-    graph = captured().graph
-    pins = [parse_pin("blocks.0.up=n:2"), parse_pin("blocks.1=recompute")]
-    best = best_with(pins, slow)
+    graph = captured_small().graph
+    texts = ("blocks.0.up=n:2", "blocks.1=recompute", "stages=2")
+    pins = [parse_pin(text) for text in texts]
+    best = best_with(captured_small(), slow, pins)
     stages = best.decisions.stages
-    assert len(stages) > 1
-    pinned = replace(found, decisions=best.decisions, prediction=None)
+    assert len(stages) == 2
+    pinned = replace(found_small, cluster=slow, decisions=best.decisions, prediction=None)
     for stage, pcg in zip(stages, lowered(pinned).pcgs, strict=True):
         ups = [flat for flat in pcg.graph.flat() if flat.key.startswith("blocks.0.up:")]
         for flat in ups:
@@ -152,17 +175,18 @@ def test_pins_hold_in_every_stage(found: Plan, slow: str) -> None:
     assert api.verify(pinned).passed
     resolved = resolve(pins, graph, factorize(graph))
     assert broken(resolved, graph, pinned.decisions) is None
-    assert "blocks.0.up:linear#0" in (broken(resolved.only(pins[:1]), graph, found.decisions) or "")
+    first = resolved.only(pins[:1])
+    assert "blocks.0.up:linear#0" in (broken(first, graph, found_small.decisions) or "")
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_the_number_of_stages_is_pinned(count: int, found: Plan, slow: str) -> None:
-    best = best_with([parse_pin(f"stages={count}")], slow)
-    assert len(best.decisions.stages) == count
-    assert found.prediction is not None
-    assert found.bound_s is not None
-    assert best.prediction.step_s >= found.prediction.step_s * (1 - 1e-9)
-    assert found.bound_s <= best.prediction.step_s
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_number_of_stages_is_pinned(count: int, found_small: Plan, two: str) -> None:
+    best = best_with(captured_small(), two, [parse_pin(f"stages={count}")])
+    assert len(best.decisions.stages) == count != len(found_small.decisions.stages)
+    assert found_small.prediction is not None
+    assert found_small.bound_s is not None
+    assert best.prediction.step_s >= found_small.prediction.step_s * (1 - 1e-9)
+    assert found_small.bound_s <= best.prediction.step_s
 
 
 def test_pinned_stages_that_do_not_fit_say_so() -> None:
@@ -172,14 +196,16 @@ def test_pinned_stages_that_do_not_fit_say_so() -> None:
     assert raised.value.exit_code == 3
 
 
-def best_with(pins: Sequence[Pin], cluster: str) -> ScoredPlan:
+def best_with(
+    captured: Captured, cluster: str, pins: Sequence[Pin] = (), limit_bytes: int | None = None
+) -> ScoredPlan:
     """The best plan that holds them; what they cost is not asked."""
-    graph, machine = captured().graph, machine_for(cluster, None)
+    graph, machine = captured.graph, machine_for(cluster, None)
     request = Request(
         graph,
         machine,
-        captured().optimizer,
-        machine.cluster.device.memory_bytes,
+        captured.optimizer,
+        limit_bytes or machine.cluster.device.memory_bytes,
         pinned=resolve(pins, graph, factorize(graph)),
         wanted=Wanted.PLAN,
         all_devices=False,
@@ -270,11 +296,11 @@ def test_a_budget_that_ends_before_pipelines_has_a_bound_for_them(found: Plan, s
     assert 0 < early.bound_ps / 1e12 <= found.prediction.step_s
 
 
-def test_pipelines_beat_plans_of_one_stage_early(slow: str) -> None:
+def test_pipelines_beat_plans_of_one_stage_early(two: str) -> None:
     """Which are then not looked at: fewer are simulated than without pipelines."""
-    machine = machine_for(slow, None)
+    machine = machine_for(two, None)
     memory = machine.cluster.device.memory_bytes
-    request = Request(captured().graph, machine, captured().optimizer, memory)
+    request = Request(captured_small().graph, machine, captured_small().optimizer, memory)
     base = base_of(request)
     alone = search_with_blocks(request, base, lambda text: None)
     both = search_with_pipelines(request, base, lambda text: None)
@@ -285,11 +311,11 @@ def test_pipelines_beat_plans_of_one_stage_early(slow: str) -> None:
 
 
 def test_ctrl_c_while_plans_are_predicted_keeps_them(
-    slow: str, monkeypatch: pytest.MonkeyPatch
+    two: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine, predicted, calls = machine_for(slow, None), JudgedSplit.predicted, count()
+    machine, predicted, calls = machine_for(two, None), JudgedSplit.predicted, count()
     memory = machine.cluster.device.memory_bytes
-    request = Request(captured().graph, machine, captured().optimizer, memory)
+    request = Request(captured_small().graph, machine, captured_small().optimizer, memory)
 
     def interrupted(split: JudgedSplit, asked: Request) -> SimulatedPlan:
         if next(calls) == 1:

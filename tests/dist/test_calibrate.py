@@ -34,8 +34,11 @@ from parloom.ir.lower import lower
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.regular_parts import regular_parts
+from parloom.runtime import operators as runtime_operators
 from parloom.runtime.comm import SingleGroup
 from parloom.comparators.baselines import METHODS
+from tests.unit.test_adjacent import changed
+from tests.unit.test_adjacent import lowered as merged_products
 from tests.zoo_sizes import small
 
 CPU = torch.device("cpu")
@@ -73,6 +76,30 @@ def test_every_operator_of_a_program_is_measured_once() -> None:
         assert products
         assert all(t.backward_s > 0 for t in products)
     assert not said
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_merged_product_is_measured_as_its_weights_lie(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    frozen = [
+        (f'"{i}.{n}", trainable=True', f'"{i}.{n}", trainable=False') for i in "01" for n in "vd"
+    ]
+    pcg = merged_products() if together else merged_products(changed(*frozen))
+    lie_so: set[bool] = set()
+    joined = runtime_operators._joined
+
+    def seen(parts: tuple[torch.Tensor, ...], in_place: bool) -> torch.Tensor:
+        first, second = parts
+        assert in_place is together
+        lie_so.add(second.data_ptr() == first.data_ptr() + first.nbytes)
+        return joined(parts, in_place)
+
+    monkeypatch.setattr(runtime_operators, "_joined", seen)
+    found = [t for t in operators([pcg], Clock(CPU, 1e-4)) if "linears" in t.key]
+    assert together in lie_so  # tensors of their own may lie so by chance
+    assert {"in place" in timed.key for timed in found} == {together}
+    assert all(timed.backward_s > 0 for timed in found)
 
 
 def test_more_work_takes_longer() -> None:

@@ -18,13 +18,14 @@ from parloom.errors import InputError, VerifyError
 from parloom.execute.program import Compiled, compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
+from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
 from parloom.comparators.baselines import METHODS
 from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import plan
 from tests.dist import lowered
 
-ROUTED = "experts by all_to_all"
+ROUTED, MERGED = "experts by all_to_all", "merged products"
 CONTEXT = {
     "ring": Configuration(context=2, ring=True),
     "stripes around a ring": Configuration(context=2, ring=True, striped=True),
@@ -53,7 +54,10 @@ def case(model: str, method: str, microbatches: int = 1) -> Case:
     """A program for two ranks, its weights, its batch."""
     module, batch = lowered.BUILDERS[model]()
     graph = capture(module, batch)
-    rule, cluster = "data_parallel" if method == ROUTED else method, resolve_cluster("2xH100").cluster
+    rule = {ROUTED: "data_parallel", MERGED: "fsdp"}.get(method, method)
+    cluster = resolve_cluster("2xH100").cluster
+    if method == MERGED:
+        graph = rewritten(graph, tuple(map(str, merges(graph))))
     if method in CONTEXT:
         (part,) = plan(graph, replace(CONTEXT[method], microbatch=12), cluster)
         plans = [part.decisions]
@@ -113,6 +117,7 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
         ("hf_gpt2", "fsdp", 6),
         ("hf_llama", "megatron", 1),
         ("hf_mixtral", ROUTED, 1),
+        ("llama", MERGED, 1),
         *(("llama", method, 1) for method in CONTEXT),
     ],
 )
@@ -128,7 +133,8 @@ def test_compiled_blocks_train_alike(model: str, method: str, microbatches: int)
 
 
 @pytest.mark.parametrize(
-    ("model", "method"), [("hf_gpt2", "megatron"), ("llama", "stripes around a ring")]
+    ("model", "method"),
+    [("hf_gpt2", "megatron"), ("llama", "stripes around a ring")],
 )
 def test_a_forward_pass_is_one_graph(model: str, method: str) -> None:
     case(model, method)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE, difference, parallel
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 
 
 class Biased(nn.Module):
@@ -58,6 +60,22 @@ class Branches(nn.Module):
         return loss
 
 
+class Dilated(nn.Module):
+    """Convolutions of one operand with padding by name: two of one geometry, one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Conv2d(6, n, (4, 3), padding="same", dilation=(1, 2)) for n in (12, 6)
+        )
+        self.c = nn.Conv2d(6, 12, (4, 3), padding="same", dilation=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat((self.a(x).tanh(), self.b(x)), 1)
+        loss: Tensor = wide.square().sum() + self.c(x).sigmoid().sum()
+        return loss
+
+
 class Towers(nn.Module):
     """Two products put beside each other, and a product of both."""
 
@@ -78,6 +96,8 @@ def model(name: str) -> Model:
         return lowered.of(Towers(), {"x": torch.randn(12, 12), "y": torch.randn(12, 12)})
     if name == "biased":
         return lowered.of(Biased(), {"x": torch.randn(12, 4, 12)})
+    if name == "dilated":
+        return lowered.of(Dilated(), {"x": torch.randn(12, 6, 12, 12)})
     if name == "branches":
         return lowered.of(Branches(), {"x": torch.randn(12, 6, 12, 12)})
     return lowered.model(name)
@@ -103,12 +123,26 @@ def error(name: str, mesh: str, steps: int, seed: int, graph: Graph | None = Non
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["biased", "branches", "llama", "hf_llama"])
+@pytest.mark.parametrize("name", ["biased", "branches", "dilated", "llama", "hf_llama"])
 def test_a_merged_model_equals_the_model(name: str, mesh: str, steps: int, seed: int) -> None:
     ops = [node.op for _, node in merged_graph(name).unfolded()]
-    assert ops.count(LINEARS) == {"biased": 1, "branches": 0, "llama": 4, "hf_llama": 4}[name]
-    assert ops.count(CONVS) == (name == "branches")
+    assert ops.count(LINEARS) == {"biased": 1, "llama": 4, "hf_llama": 4}.get(name, 0)
+    assert ops.count(CONVS) == (name in ("branches", "dilated"))
     assert error(name, mesh, steps, seed) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["biased", "branches", "llama"])
+def test_plans_differ_in_which_weights_lie_together(name: str) -> None:
+    """Those above have weights that are copied, and weights that are read where they lie."""
+    graph = merged_graph(name)
+    joined = sum(node.op in (LINEARS, CONVS) for _, node in graph.unfolded())
+    found = []
+    for mesh, steps, seed in product(MESHES.values(), (1, 2), range(3)):
+        plan = random_plan(graph, factorize(graph), mesh, seed, steps)
+        groups = lower(graph, plan).adjacent
+        found.append(sum(not group[0].endswith("bias") for group in groups))
+    assert min(found) < joined
+    assert max(found) > 0
 
 
 def test_outputs_in_another_order_would_be_seen() -> None:
@@ -189,12 +223,14 @@ def test_a_sum_of_products_is_the_product_of_what_is_joined(seed: int) -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> None:
+    """And copied where nobody says that they do."""
     torch.manual_seed(0)
     x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     whole = torch.randn(10, 4, dtype=torch.float64)
     parts = [whole[:3], whole[3:4], whole[4:]]
     leaves = [nn.Parameter(part if beside else part.clone()) for part in parts]
-    biases = [nn.Parameter(torch.randn(len(part), dtype=torch.float64)) for part in parts]
+    bias = torch.randn(10, dtype=torch.float64)
+    biases = [nn.Parameter(part.clone()) for part in torch.split(bias, [3, 1, 6])]
     seen: list[int] = []
     product = torch.nn.functional.linear
 
@@ -204,7 +240,8 @@ def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parloom.runtime.operators.F.linear", linear)
-        found = linears(x, tuple(leaves), tuple(biases))
+        in_place = ("weights",) if beside else ()
+        found = linears(x, tuple(leaves), tuple(biases), in_place=in_place)
     assert (seen[0] == whole.data_ptr()) is beside
     alone = [product(x, w, b) for w, b in zip(leaves, biases, strict=True)]
     for one, other in zip(found, alone, strict=True):

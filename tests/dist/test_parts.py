@@ -6,7 +6,7 @@ import pytest
 
 from parloom import api, cli
 from parloom.errors import InputError, LaunchError, VerifyError
-from parloom.execute.launch import check_world_size
+from parloom.execute.startup import check_world_size
 
 FACTORY = """
 from parloom import zoo

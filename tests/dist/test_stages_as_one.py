@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parloom import api
+from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.comparators.baselines import METHODS
 from parloom.cost.clusters import load_cluster
@@ -165,14 +165,19 @@ def test_one_microbatch_pays_for_its_reductions(schedule: str, tmp_path: Path) -
         assert dict(process.waited)["gradients all_reduce"] > 0.5 * least_ps
 
 
+def two_blocks() -> tuple[nn.Module, dict[str, Tensor]]:
+    return zoo.build("gpt", batch=8, seq=16, width=32, depth=2)
+
+
 def test_edited_plan_files_are_refused(tmp_path: Path) -> None:
-    plan = api.plan("zoo:gpt", cluster="2xcpu", pin=["stages=2"], microbatches=4)
+    captured = api.capture(f"{__name__}:two_blocks")
+    plan = api.search(captured, cluster="2xcpu", pin=["stages=2"], microbatches=4)
     path = tmp_path / "plan.json"
     text = plan_to_json(plan)
 
     def again(changed: str, **asked: Any) -> None:
         path.write_text(changed)
-        api.plan("zoo:gpt", cluster="2xcpu", method=str(path), **asked)
+        api.search(captured, **{"cluster": "2xcpu", "method": str(path)} | asked)
 
     again(text)
     document = json.loads(text)
@@ -189,8 +194,7 @@ def test_edited_plan_files_are_refused(tmp_path: Path) -> None:
     short = replace(searched.decisions, actions=lists[:1])
     with pytest.raises(InputError, match="1 action lists for 2 groups"):
         again(plan_to_json(replace(searched, decisions=short)))
-    one = api.plan("zoo:gpt", cluster="1xcpu")
+    one = api.search(captured, cluster="1xcpu", method="data_parallel")
     odd = replace(one.decisions, actions=lists[:1])
     with pytest.raises(InputError, match="one stage has no action lists"):
-        path.write_text(plan_to_json(replace(one, decisions=odd)))
-        api.plan("zoo:gpt", cluster="1xcpu", method=str(path))
+        again(plan_to_json(replace(one, decisions=odd)), cluster="1xcpu")

@@ -1,4 +1,4 @@
-"""What the README's commands print is what they print: its sections on `explain` are executed."""
+"""What the README says that `explain` and `report` print is what they print."""
 
 import shlex
 from collections.abc import Callable
@@ -26,9 +26,9 @@ def executed(block: str, run: Callable[[list[str]], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("folder", ["runs/gpt", "runs/stages"])
-def test_explain(
-    folder: str,
+@pytest.mark.parametrize("command", ["explain runs/gpt", "explain runs/stages", "report runs/page"])
+def test_what_is_printed(
+    command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -39,7 +39,7 @@ def test_explain(
         return capsys.readouterr().out
 
     page = README.read_text(encoding="utf-8")
-    (block,) = (b for b in blocks_of(page) if f"$ parloom explain {folder}" in b.text)
+    (block,) = (b for b in blocks_of(page) if f"$ parloom {command}" in b.text)
     monkeypatch.chdir(tmp_path)
     now = executed(block.text, run)
     if pytestconfig.getoption("--update-docs"):

@@ -134,8 +134,8 @@ def test_windows_of_which_the_most_counts_are_told_apart() -> None:
     assert [value.shape for value in found.values()] == [(4, 3, 4), (4, 3, 7), (4, 3, 3)]
     halves = [computes(Numbers(), Given((part, (2,))))[0] for part in np.split(x, 2)]
     assert (np.concatenate(halves) == found[(2,),]).all()
-    with pytest.raises(NotImplementedError, match="places that do not count"):
-        computes(Numbers(), Given((x, (3,), (1,), (1,))))
+    with pytest.raises(NotImplementedError, match="windows that are cut off"):
+        computes(Numbers(), Given((x, (3,), (1,), (1,), 1, True)))
 
 
 def test_batch_norm_is_of_statistics_that_are_given() -> None:

@@ -116,6 +116,31 @@ def test_whole_chains_are_one() -> None:
         derived(graph, [wrong])
 
 
+def test_what_only_moves_elements_is_no_reason_to_fuse() -> None:
+    lines = [
+        'graph "Views" training=True', "",
+        'input x: float32[4, 6] = parameter("x", trainable=True)',
+        'input y: float32[3, 6] = parameter("y", trainable=True)', "", "main main:",
+        "    a: float32[4, 2, 3] = view(x, (4, 2, 3))  #",
+        '    b: float32[3, 2, 3] = view(y, (3, 2, 3))  # "" #1',
+        "    c: float32[4, 3, 2] = transpose(a, 1, 2)  #",
+        '    d: float32[3, 3, 2] = transpose(b, 1, 2)  # "" #1',
+        "    e: float32[7, 3, 2] = cat((c, d), 0)  #",
+        "    loss: float32[] = sum(e)  #", "    return loss", "", "loss loss", "",
+    ]  # fmt: skip
+    graph = parse_graph("\n".join(lines))
+    assert not list(fusions(graph, graph.main))
+    lines[8:10] = [line.replace("transpose(", "softmax(").replace(", 1, 2)", ", 2)")
+                   .replace("3, 2]", "2, 3]") for line in lines[8:10]]  # fmt: skip
+    lines[10] = lines[10].replace("3, 2]", "2, 3]")
+    graph = parse_graph("\n".join(lines))
+    _, take = fusions(graph, graph.main)
+    assert str(take.call) == "softmax(view(cat((x, y), -2), (7, 2, 3)), -1)"
+    assert (
+        computed(derived(graph, [str(take)]).main)["loss"] == computed(graph.main)["loss"]
+    ).all()
+
+
 def random_towers(rng: Random) -> Graph:
     """Chains of one to three inputs by weights that some share, in any order."""
     names, lines, weights = [f"x{i}" for i in range(3)], list[str](), dict[str, None]()
@@ -176,12 +201,15 @@ MERGED = [
     ("conv2d", (1, 7), ((1, 1), (0, 3), (1, 1)), True),
     ("conv2d", (5, 5), ((2, 2), (2, 2), (1, 1)), False),
     ("conv3d", (2, 2, 2), ((1, 1, 1),), False),
+    ("conv1d", (4,), ((1,), "same", (1,)), True),
+    ("conv2d", (2, 3), ((1, 1), "same", (3, 1)), False),
+    ("conv2d", (2, 2), ((1, 2), "valid"), True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("one", MERGED, ids=str)
 def test_products_of_one_operand_are_one(
-    one: tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], bool],
+    one: tuple[str, tuple[int, ...], tuple[tuple[int, ...] | str, ...], bool],
 ) -> None:
     found = rule_of(*one)
     assert not merge_refusal(*one)
@@ -192,7 +220,7 @@ def test_products_of_one_operand_are_one(
 
 
 def test_products_that_cannot_be_proved_to_be_one_are_none() -> None:
-    assert "dilation" in merge_refusal("conv2d", (3, 3), ((1, 1), (1, 1), (2, 2)), False)
+    assert "reflect" in merge_refusal("conv2d", (3, 3), ((1, 1), "reflect", (2, 2)), False)
 
 
 def test_names_of_rules() -> None:

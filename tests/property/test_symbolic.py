@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parloom.ir.ops.algebra import Algebra
+from parloom.ir.ops.algebra import Algebra, Window
 from parloom.rewrite.modular import PRIME, Ints, Numbers
 from parloom.rewrite.normal_form import (
     FUNCTION,
@@ -36,7 +36,21 @@ from parloom.rewrite.symbolic import (
     tensor,
 )
 
-EXTENTS = {"m": 2, "k": 3, "n": 5, "p": 7, "h": 2, "d": 4}
+
+class Extents(dict[str, int]):
+    """Extents by their names, and how many windows there are over them."""
+
+    def __missing__(self, name: str) -> int:
+        return int(eval(name.replace("/", "//"), {"__builtins__": {}}, dict(self)))
+
+
+EXTENTS = Extents({"m": 2, "k": 3, "n": 5, "p": 7, "h": 2, "d": 4})
+# As many as there are places, fewer, and more.
+WINDOWS = (
+    Window(3, 1, 1, 1), Window(3, 1, 1, 1), Window(2), Window(2, 2), Window(3, 2, 1, 1),
+    Window(2, 1, 1, 1), Window(1, 1, 0, 1), Window(2, 1, 0, 1), Window(3, 1, 2, 2, 2),
+    Window(2, 3, 1, 3, 2),
+)  # fmt: skip
 
 
 def size_of(own: Dim) -> int:
@@ -204,6 +218,7 @@ def unary(rng: Random, a: Any, at: int) -> list[Callable[..., Any]]:
     names = [str(i) for i in range(len(a.shape))]
     cut, which = rng.randint(1, max(1, len(a.shape[at]) - 1)), rng.randrange(2)
     parts = [a.shape[at][:cut], a.shape[at][cut:]]
+    by = rng.choice(WINDOWS)
     merged = [tuple((*o, *i) for o in a.shape[0] for i in a.shape[1]), *a.shape[2:]]
     outer = tuple(block[:1] for block in a.shape[at])
     inner = (a.shape[at][0][1:],)
@@ -220,7 +235,7 @@ def unary(rng: Random, a: Any, at: int) -> list[Callable[..., Any]]:
         lambda g, size, x: g.reshape(x, [size(own) for own in merged]),
         lambda g, size, x: g.reshape(x, [size(own) for own in apart]),
         lambda g, size, x: g.reshape(x, [size(own) for own in (ONE, *a.shape, ONE)]),
-        lambda g, size, x: g.windows(x, at, 3, 1, 1),
+        lambda g, size, x: g.windows(x, at, by),
         lambda g, size, x: looked_up(g, x, a.shape[0]),
         lambda g, size, x: g.fill(Fraction(3), [size(own) for own in a.shape]),
     ]

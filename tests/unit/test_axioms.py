@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("z3")
 
+from parloom.ir.ops.algebra import Window
 from parloom.rewrite.axioms import (
     DIMS,
     EQUATIONS,
@@ -182,16 +183,16 @@ def _look(a: Ints, b: Ints) -> Ints:
 
 
 def _conv(i: int, a: Ints, b: Ints) -> Ints:
-    if a.ndim != 3 or b.ndim != 3 or a.shape[1] != b.shape[1]:
+    if a.ndim != 3 or b.ndim != 3 or a.shape[1] != b.shape[1] or a.shape[2] < b.shape[2]:
         raise ValueError("no convolution")
-    moved = NUMBERS.windows(a, 2, b.shape[2], 1 + i % 2, 0)
+    moved = NUMBERS.windows(a, 2, Window(b.shape[2], 1 + i % 2))
     return NUMBERS.product([["b", "c", "p", "r"], ["o", "c", "r"]], ["b", "o", "p"], [moved, b])
 
 
 def _pool(i: int, a: Ints) -> Ints:
-    if a.ndim != 3:
+    if a.ndim != 3 or a.shape[2] < 1 + i % 2:
         raise ValueError("no windows")
-    found: Ints = NUMBERS.windows(a, 2, 1 + i % 2, 1, 0).sum(axis=3) % PRIME
+    found: Ints = NUMBERS.windows(a, 2, Window(1 + i % 2)).sum(axis=3) % PRIME
     return found
 
 

@@ -43,6 +43,7 @@ from parloom.cost.timeline import Timeline
 from parloom.errors import InputError
 from parloom.ir.graph import TensorSpec
 from parloom.ir.lower import lower
+from parloom.ir.ops.joined import LINEARS
 from parloom.ir.pcg import Compute
 from parloom.ir.plan import Decisions
 from parloom.ir.regular_parts import Join
@@ -133,7 +134,7 @@ def test_a_measured_operator_overrides_the_formula() -> None:
     _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
     found = kernels.seconds(made)
     assert (found.forward_s, found.backward_s, found.source) == (0.25, 0.5, MEASURED)
-    other = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
+    other = kernels.seconds(replace(made, op="mm"))
     assert other.source == CALIBRATED
     assert other.forward_s < 0.01
     assert key_of(made) != key_of(replace(made, wanted=(1,)))
@@ -167,6 +168,40 @@ def test_an_operator_takes_as_much_longer_as_it_is_larger_than_its_kin() -> None
     assert whole.forward_s == pytest.approx(launch + 4 * 0.25)
     assert whole.backward_s == pytest.approx(launch + 4 * 0.5)
     assert whole.weights_s == pytest.approx(whole.backward_s / 2)
+
+
+def test_a_measured_merge_overrides_the_product_that_it_is() -> None:
+    x, weight, out = (TensorSpec(shape, "float32") for shape in ((64, 64), (128, 64), (64, 128)))
+    merged = LocalOperator(
+        LINEARS, (x, weight), (out,), flops=2.0 * 64 * 128 * 64, wanted=(0, 1), kept_operands=(0, 1)
+    )
+    alone = replace(merged, op="linear")
+
+    def forward_s(*timed: Timed) -> float:
+        kernels = calibrated(CLUSTER, replace(MADE, operators=timed))[1]
+        return kernels.seconds(merged).forward_s
+
+    of_product = Timed(key_of(alone), 3e-4, 6e-4)
+    copied_s = forward_s(of_product) - 3e-4
+    assert copied_s == pytest.approx(2 * weight.num_bytes / ((1 << 24) / 4e-3) + MADE.launch_s)
+    assert forward_s(of_product, Timed(key_of(merged), 7e-4, 8e-4)) == 7e-4
+    # Merges of other shapes, or of weights in one memory, say nothing of what is copied here.
+    wider = replace(merged, operands=(x, replace(weight, shape=(256, 64))))
+    for other in (wider, replace(merged, in_place=True)):
+        assert forward_s(of_product, Timed(key_of(other), 1.0, 1.0)) == 3e-4 + copied_s
+
+
+def test_a_product_with_other_gradients_is_as_slow_as_its_kin() -> None:
+    """A square product of as many multiplications is much faster than one of few rows."""
+    thin, launch = operator(rows=8), MADE.launch_s
+    timed = Timed(key_of(thin), launch + 0.25, launch + 0.6)
+    _, kernels = calibrated(CLUSTER, replace(MADE, operators=(timed,)))
+    found = kernels.seconds(replace(operator(rows=16), wanted=(1,)))
+    assert found.forward_s == pytest.approx(launch + 2 * 0.25)
+    assert found.backward_s == pytest.approx(found.forward_s)
+    assert found.weights_s == 0.0
+    assert kernels.seconds(replace(thin, wanted=())).backward_s == 0.0
+    assert kernels.seconds(replace(thin, op="mm")).forward_s < 0.01  # another operator
 
 
 def test_products_run_at_the_rate_of_products_of_their_size() -> None:

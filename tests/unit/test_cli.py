@@ -441,18 +441,6 @@ def test_later_flags_are_not_yet(
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["report", "p.json"],
-        ["export", "p.json", "--to", "slurm"],
-    ],
-)
-def test_later_verbs_are_not_yet(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: not yet: `parloom {arguments[0]}`")
-
-
-@pytest.mark.parametrize(
     ("fault", "code"),
     [
         (errors.InputError("batch of 7 does not divide by 4"), 2),

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from parloom.ir.ops.algebra import Window
 from parloom.rewrite.symbolic import Dim, NormalForms, Symbolic, dim, places, tensor
 
 G = NormalForms()
@@ -24,9 +25,10 @@ S, S2 = matrix("S", "m", "k"), matrix("S2", "m2", "k")
 ROW, COLUMN = tensor("row", dim("n")), tensor("column", dim("m"), ((),))
 TABLE, AT = matrix("table", "v", "k"), matrix("at", "b", "s")
 X, Y = (tensor(name, dim("b"), dim(name), dim("w")) for name in "xy")
+X2 = tensor("x2", dim("b2"), dim("x"), dim("w"))
 K, K2 = (tensor(name, dim("o"), dim(c), places(3)) for name, c in (("K", "x"), ("K2", "x")))
 L, M = tensor("L", dim("o"), dim("y"), places(3)), tensor("M", dim("o2"), dim("x"), places(3))
-P = tensor("P", dim("o"), dim("x"), places(1))
+P, EVEN = (tensor(name, dim("o"), dim("x"), places(n)) for name, n in (("P", 1), ("even", 2)))
 WIDE = tensor("wide", dim("b"), dim("s"), dim("e"))
 W, W2 = tensor("W", dim("h d"), dim("e")), tensor("W2", dim("h d"), dim("e"))
 
@@ -55,10 +57,25 @@ def f(a: Symbolic) -> Symbolic:
     return G.opaque("f", a)
 
 
-def conv(x: Symbolic, w: Symbolic) -> Symbolic:
+def conv(x: Symbolic, w: Symbolic, by: Window | None = None) -> Symbolic:
     size = len(w.shape[2])
-    moved = G.windows(x, 2, size, 1, size // 2)
+    moved = G.windows(x, 2, by or Window(size, 1, size // 2, size // 2))
     return G.product([["b", "c", "w", "r"], ["o", "c", "r"]], ["b", "o", "w"], [moved, w])
+
+
+def kernel(w: Symbolic, *at: int | None) -> Symbolic:
+    """These places of a kernel, zeros where there is none."""
+    parts = G.split(w, 2, [places(1)] * len(w.shape[2]))
+    return G.concat([parts[i] if i is not None else zeros(P) for i in at], 2)
+
+
+def statistics(x: Symbolic) -> Symbolic:
+    """A function of all samples and places, for each channel apart."""
+    (b, c, w), names = x.shape, ["b", "c", "w"]
+    turned = G.product([names], ["c", "b", "w"], [x])
+    merged = tuple((*one, *other) for one in b for other in w)
+    found = G.reshape(G.rows("g", G.reshape(turned, [c, merged]), 1), [c, b, w])
+    return G.product([["c", "b", "w"]], names, [found])
 
 
 def linear(x: Symbolic, w: Symbolic) -> Symbolic:
@@ -129,6 +146,15 @@ TRUE: dict[str, Callable[[], Pair]] = {
     "an enlarged kernel": lambda: (
         conv(X, P), conv(X, G.concat([zeros(P), P, zeros(P)], 2)),
     ),
+    "places of a kernel apart": lambda: (
+        conv(X, K, Window(3, 1, 2, 2, 2)), conv(X, kernel(K, 0, None, 1, None, 2)),
+    ),
+    "the odd zero behind": lambda: (
+        conv(X, EVEN, Window(2, 1, 0, 1)), conv(X, kernel(EVEN, None, 0, 1)),
+    ),
+    "statistics of channels": lambda: (
+        statistics(G.concat([X, Y], 1)), G.concat([statistics(X), statistics(Y)], 1),
+    ),
     "heads of a product": lambda: (
         heads(linear(WIDE, W)),
         G.product(
@@ -182,10 +208,23 @@ FALSE: dict[str, Callable[[], Pair]] = {
         conv(X, P), conv(X, G.concat([P, zeros(P), zeros(P)], 2)),
     ),
     "a function inside of a window": lambda: (
-        f(G.windows(X, 2, 3, 1, 1)), G.windows(f(X), 2, 3, 1, 1),
+        f(G.windows(X, 2, Window(3, 1, 1, 1))), G.windows(f(X), 2, Window(3, 1, 1, 1)),
     ),
     "kernels turned around": lambda: (
         conv(X, K), conv(X, G.concat(G.split(K, 2, [places(1)] * 3)[::-1], 2)),
+    ),
+    "places of a kernel apart and beside each other": lambda: (
+        conv(X, K, Window(3, 1, 2, 2, 2)), conv(X, kernel(K, None, 0, 1, 2, None)),
+    ),
+    "the odd zero before": lambda: (
+        conv(X, EVEN, Window(2, 1, 0, 1)), conv(X, kernel(EVEN, 0, 1, None)),
+    ),
+    "places beyond the last": lambda: (
+        G.windows(G.fill(Fraction(1), X.shape), 2, Window(1, 1, 0, 1)),
+        G.fill(Fraction(1), G.windows(X, 2, Window(1, 1, 0, 1)).shape),
+    ),
+    "statistics of samples": lambda: (
+        statistics(G.concat([X, X2], 0)), G.concat([statistics(X), statistics(X2)], 0),
     ),
     "heads and their width": lambda: (
         G.product([["b", "s", "h", "d"]], ["b", "s", "d", "h"], [heads(linear(WIDE, W))]),

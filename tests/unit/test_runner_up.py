@@ -17,7 +17,6 @@ from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, ParameterDecision, Storage
-from parloom.search import runner_up
 from parloom.search.runner_up import MOST, Ways, assignment_of, operator_ways, parameter_ways
 from tests.examples import examples
 from tests.property.searched import every_assignment
@@ -38,10 +37,12 @@ def flat_of(key: str, graph: Graph = GRAPH) -> FlatNode:
     return next(flat for flat in graph.flat() if flat.key == key)
 
 
-def ways_of(plan: Decisions, key: str, limit: int = PLENTY) -> Ways:
+def ways_of(plan: Decisions, key: str, limit: int = PLENTY, most: int = MOST) -> Ways:
     pcg = lower(GRAPH, plan)
     walker = priced(pcg, CLUSTER, plan, ADAM).walker
-    return operator_ways(FACTORED, pcg, walker, flat_of(key), lambda t: t.peak_bytes <= limit, play)
+    return operator_ways(
+        FACTORED, pcg, walker, flat_of(key), lambda t: t.peak_bytes <= limit, play, most
+    )
 
 
 def enumerated(plan: Decisions, key: str) -> list[tuple[int, int]]:
@@ -93,15 +94,13 @@ def test_ways_in_any_plan(seed: int, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_of_many_ways_the_best_are_tried(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_ways_the_best_are_tried(key: str) -> None:
     """Prices beside the neighbors put the best way of all among the first third."""
     for count in (1, 2):
         for plan in megatron(GRAPH, CLUSTER, count):
             all_ways = ways_of(plan, key)
             few = max(1, all_ways.total // 3)
-            with monkeypatch.context() as patch:
-                patch.setattr(runner_up, "MOST", few)
-                found = ways_of(plan, key)
+            found = ways_of(plan, key, most=few)
             assert found.total == all_ways.total
             assert found.tried <= few
             assert found.best[0].timeline.step_ps == all_ways.best[0].timeline.step_ps

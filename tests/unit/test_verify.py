@@ -173,6 +173,11 @@ def _remade_of_nothing(pcg: PCG) -> PCG:
     return replace(pcg, functions=(replace(pcg.main, remake=remake),))
 
 
+def _in_two_places(pcg: PCG) -> PCG:
+    name = pcg.parameters[0].input.target
+    return replace(pcg, adjacent=((name, name),))
+
+
 BAD_PROGRAMS: dict[str, Callable[[PCG], PCG]] = {
     "values are read as they were made": _half_read,
     "values are made again as they were made": _remade_of_nothing,
@@ -182,6 +187,7 @@ BAD_PROGRAMS: dict[str, Callable[[PCG], PCG]] = {
     "movements follow the adjoint table": _row("reduce", "reduce_varying"),
     "the loss is whole or a sum": _sharded_loss,
     "parameters are sharded and reduced once per axis": _reduced_twice,
+    "parameters lie in one memory where they are read so": _in_two_places,
 }
 
 

@@ -10,8 +10,8 @@ from parloom.comparators.baselines import data_parallel, fsdp, megatron
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
-from parloom.ir.graph import Function, Graph
-from parloom.ir.mesh import Device, grid
+from parloom.ir.graph import Function, Graph, Node
+from parloom.ir.mesh import Device, Mesh, grid
 from parloom.ir.plan import (
     ActivationDecision,
     Constraint,
@@ -36,6 +36,7 @@ from parloom.report.words import (
     uneven_words,
     words,
 )
+from parloom.rewrite.rewrites import rewritten
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 from tests.unit.test_plan_json import example
 
@@ -59,6 +60,22 @@ def test_samples_are_followed_to_the_loss() -> None:
         "weights, gradients and optimizer state of 2 parameters stored in parts over data",
         "optimizer state of 1 parameter stored in parts over data",
     )
+
+
+def test_stages_of_a_padded_vocabulary() -> None:
+    """Stages are of the graph that has the padding already."""
+    padded = stack(2, vocab=63)
+    plan = next(p for p in megatron(padded, CLUSTER) if p.mesh["tensor"].size == 2)
+    assert plan.rewrites
+    items = stage_items(rewritten(padded, plan.rewrites))
+    mesh = Mesh((plan.mesh["tensor"],))
+    stages = (
+        Stage(items[:2], (range(2),), mesh),
+        Stage(items[2:], (range(2, 4),), mesh),
+    )
+    first, *lines = words(padded, replace(plan, stages=stages, nodes=(), parameters=()))
+    assert first.startswith("2 stages")
+    assert [line.partition(":")[0] for line in lines[:2]] == ["stage 0", "stage 1"]
 
 
 def test_features_are_born_at_weights_and_end_at_weights() -> None:
@@ -249,3 +266,15 @@ def test_samples_are_followed_from_stage_to_stage() -> None:
     assert len(lines) == 2
     assert all("axis data over 2 devices splits samples in" in line for line in lines)
     assert not any("dim 0" in line for line in lines)
+
+
+def test_stages_of_a_rewritten_program_are_cut_of_what_rewrites_made() -> None:
+    model = stack(2)
+    head = next(i for i in model.main.body if isinstance(i, Node) and i.path == "head")
+    take = f"take {head.results[0].name} in main by linear_t: linear({', '.join(head.refs)})"
+    items, mesh = stage_items(rewritten(model, [take])), grid({"x": 1})
+    cuts = (items[:2], items[2:])
+    stages = tuple(Stage(own, (range(i, i + 1),), mesh) for i, own in enumerate(cuts))
+    *cut, said = words(model, Decisions(stages, schedule="1f1b", rewrites=(take,)))
+    assert len(cut) == 3
+    assert said == "head: computed by linear (linear_t)"

@@ -394,6 +394,7 @@ def expression(pcg: PCG, item: Compute, prefix: str | None) -> str:
         key,
         tuple(v.layout for v in item.operands),
         tuple(v.layout for v in item.results),
+        adjacent=item.adjacent,
     )
     return op_of(node).source(emission)
 

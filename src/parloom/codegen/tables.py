@@ -40,6 +40,7 @@ def tables(pcg: PCG) -> str:
     lines += _block("leaving", [_crossing(n, n, v, pcg.mesh) for n, v in sent])
     lines += _block("outputs", [_tensor(n, v, pcg.mesh) for n, v in pcg.outputs])
     lines += _block("parameters", [_parameter(p, pcg) for p in pcg.parameters])
+    lines += _block("adjacent", [repr(group) for group in pcg.adjacent])
     if pcg.loss is None:
         lines.append("    has_loss=False,")
     lines += _block("step", [_step_node(node) for node in step_program(pcg)])

@@ -139,7 +139,8 @@ def key_of(operator: LocalOperator) -> str:
     """Text that says which operator, with local shapes, arguments and the gradients it makes."""
     operands = " ".join(f"{s.dtype}{list(s.shape)}" for s in operator.operands)
     results = " ".join(f"{s.dtype}{list(s.shape)}" for s in operator.results)
-    arguments = ", ".join(_argument(a) for a in operator.attributes)
+    arguments = ", ".join(map(_argument, operator.attributes))
+    arguments += "in place" * operator.in_place
     wanted = ",".join(map(str, operator.wanted))
     return f"{operator.op}({arguments}) {operands} -> {results} d{wanted}"
 

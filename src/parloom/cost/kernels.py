@@ -118,7 +118,8 @@ class LocalOperator:
     slowest rank, and with `dropout` it drops probabilities. `wanted` are the operands whose
     gradients are made; `kept_operands` and `kept_results` what autograd kept.
     Inside a merged kernel, operands and results that never reach memory are in `inner_operands`
-    and `inner_results`, and only the first operator of a kernel `launches` it.
+    and `inner_results`, and only the first operator of a kernel `launches` it. Weights that are
+    `in_place` lie as it reads them, which is otherwise as a copy (`JOINED`).
     """
 
     op: str
@@ -135,6 +136,7 @@ class LocalOperator:
     inner_operands: frozenset[int] = frozenset()
     inner_results: frozenset[int] = frozenset()
     launches: bool = True
+    in_place: bool = False
 
     @property
     def dtype(self) -> str:
@@ -209,13 +211,13 @@ class Kernels:
 
     def seconds(self, operator: LocalOperator) -> Seconds:
         """Forward and backward of an operator."""
-        if operator.op in JOINED:
-            return self._joined(operator)
         # Alone on a rank, blocks would be those of the first rank, which has the fewest.
         if self.measured is not None and operator.blocks.count == 1:
             found = self.measured.seconds(operator)
             if found is not None:
                 return found
+        if operator.op in JOINED:
+            return self._joined(operator)
         found = self._seconds(operator)
         pace = self.pace
         return Seconds(found.forward_s * pace, found.backward_s * pace, found.weights_s * pace)
@@ -229,13 +231,14 @@ class Kernels:
         return self._moves(operator)
 
     def _joined(self, operator: LocalOperator) -> Seconds:
-        """One product, before which weights are put together, and behind which the gradients of its
-        parts are.
+        """One product, before which weights are put together unless they lie so, and behind which
+        the gradients of its parts are.
         """
         found = self.seconds(replace(operator, op=JOINED[operator.op]))
         weights, made = operator.operands[1].num_bytes, operator.results[0].num_bytes
+        copied = 0 if operator.in_place else weights
         backward_s = found.backward_s + self.stream_s(2 * made) if operator.wanted else 0.0
-        forward_s = found.forward_s + self.stream_s(2 * weights)
+        forward_s = found.forward_s + self.stream_s(2 * copied)
         return replace(found, forward_s=forward_s, backward_s=backward_s)
 
     def score_bytes(self, operator: LocalOperator) -> Scores | None:

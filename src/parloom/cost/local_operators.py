@@ -1,12 +1,15 @@
 """Operators of a lowered program as one rank runs them."""
 
+from collections.abc import Iterator
+
 from parloom.cost.kernels import ATTENTION, Blocks, LocalOperator
+from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import Ref, TensorSpec
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Site, op_of
 from parloom.ir.ops.attention import blocks_met
-from parloom.ir.ops.joined import CONVS, LINEARS
+from parloom.ir.ops.joined import CONVS, LINEARS, WEIGHTS
 from parloom.ir.pcg import Compute, PValue
 from parloom.ir.remake import saved_by
 
@@ -60,7 +63,30 @@ def _one_product(item: Compute, mesh: Mesh) -> LocalOperator:
         backward_ratio=2.0,
         wanted=tuple(i for i, flag in enumerate(flags) if flag),
         kept_operands=(0, 1),
+        in_place=WEIGHTS in item.adjacent,
     )
+
+
+def kept_copies(item: Compute) -> Iterator[PValue]:
+    """The operands of which an operator keeps a copy: it reads them as one, and they do not lie so.
+
+    They are kept for the gradient of the operand that they multiply.
+    """
+    saved = saved_by(item) if item.operands[0].differentiable else ()
+    for position in op_of(item.node).joins:
+        if position not in item.adjacent:
+            at = operands_at(item.node, position)
+            yield from (item.operands[i] for i in at if ("operand", i) in saved)
+
+
+def made_beside(item: Compute) -> Iterator[PValue]:
+    """The operands whose gradients are made with those of others that are read as one with them,
+    and that nobody asks for.
+    """
+    for position in op_of(item.node).joins:
+        values = [item.operands[i] for i in operands_at(item.node, position)]
+        if any(value.differentiable for value in values):
+            yield from (value for value in values if not value.differentiable)
 
 
 def blocks_of(item: Compute, site: Site, mesh: Mesh) -> Blocks:

@@ -19,6 +19,7 @@ from parloom.cost.bands import COMPARED, COMPARED_SOFTWARE, Unknown
 from parloom.cost.calibration import Calibration, Fingerprint, Timed, key_of, links_of
 from parloom.cost.collectives import Group
 from parloom.cost.kernels import (
+    JOINED,
     MEASURED,
     SPEC,
     Kernels,
@@ -47,6 +48,7 @@ MOST_LOST = 0.95
 # with anything yet, so they count as sure as those.
 CPU_ERRORS: Mapping[str, float] = MappingProxyType({SPEC: 2.2, CALIBRATED: 0.21, MEASURED: 0.21})
 Point = tuple[float, float]
+_Kind = tuple[str, str, int]
 SPEC_TEXT = re.compile(rf"({'|'.join(sorted(DTYPE_BYTES))})\[([\d, ]*)\]")
 
 
@@ -73,7 +75,7 @@ class Table:
 
     def __init__(self, calibration: Calibration, slowdown: float = 1.0) -> None:
         self._operators = {timed.key: timed for timed in calibration.operators}
-        self._kin: dict[object, list[tuple[_Sizes, Timed]]] = {}
+        self._kin: dict[_Kind, list[tuple[_Sizes, Timed]]] = {}
         for timed in calibration.operators:
             sizes = _sizes(timed.key)
             self._kin.setdefault(sizes.kind, []).append((sizes, timed))
@@ -102,6 +104,8 @@ class Table:
         if timed is not None:
             forward, backward = timed.forward_s * self._slowdown, timed.backward_s * self._slowdown
             return Seconds(forward, backward, _of_weights(operator, backward), MEASURED)
+        if operator.op in JOINED:  # as the product that it is, and what is moved for it
+            return None
         akin = self._as_its_kin(operator, _sizes(key))
         if akin is not None:
             return akin
@@ -120,26 +124,42 @@ class Table:
 
     def _as_its_kin(self, operator: LocalOperator, sizes: "_Sizes") -> Seconds | None:
         """From the time beyond the launch of the same operator at the nearest shapes: between two
-        that were measured linear in its work, otherwise in proportion to it.
+        that were measured linear in its work, otherwise in proportion to it. Of products with other
+        gradients the forward pass says what each of these takes.
         """
-        kin = self._kin.get(sizes.kind)
-        if not kin:
+        kin, factors = self._kin.get(sizes.kind), factors_of(operator.op, len(operator.operands))
+        if kin:
+            forward, backward = self._scaled(kin, sizes)
+        elif factors is not None:
+            kin = [one for kind, own in self._kin.items() if sizes.has_op_of(kind) for one in own]
+            if not kin:
+                return None
+            forward, _ = self._scaled(kin, sizes)
+            backward = forward * sum(index in operator.wanted for index in factors)
+        else:
             return None
+        return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
+
+    def _scaled(
+        self, kin: "Sequence[tuple[_Sizes, Timed]]", sizes: "_Sizes"
+    ) -> tuple[float, float]:
+        """Forward and backward pass at these sizes."""
         ordered = sorted(kin, key=lambda one: (one[0].distance(sizes), one[1].key))
         nearest, timed = ordered[0]
         launch, more = self._launch_s / self._slowdown, sizes.work / nearest.work
         other = next((o for o in ordered[1:] if sizes.is_between(nearest, o[0])), None)
 
-        def seconds(name: str) -> float:
-            near_s: float = getattr(timed, name)
+        def seconds(near_s: float, far_s: float) -> float:
             if other is None:
                 return self._slowdown * (min(near_s, launch) + max(0.0, near_s - launch) * more)
             share = (sizes.work - nearest.work) / (other[0].work - nearest.work)
-            far_s: float = getattr(other[1], name)
             return self._slowdown * (near_s + share * (far_s - near_s))
 
-        forward, backward = seconds("forward_s"), seconds("backward_s")
-        return Seconds(forward, backward, _of_weights(operator, backward), CALIBRATED)
+        far = timed if other is None else other[1]
+        return (
+            seconds(timed.forward_s, far.forward_s),
+            seconds(timed.backward_s, far.backward_s),
+        )
 
     def exchange(
         self, kind: str, num_bytes: float, group: Group
@@ -164,9 +184,13 @@ class _Sizes:
     grows with them: for a product its multiplications, up to a factor that `kind` has in common.
     """
 
-    kind: tuple[str, str, int]
+    kind: _Kind
     num_bytes: tuple[int, ...]
     work: float
+
+    def has_op_of(self, kind: _Kind) -> bool:
+        """Whether operators of this kind differ in the gradients that they make at most."""
+        return (kind[0], kind[2]) == (self.kind[0], self.kind[2])
 
     def is_between(self, one: "_Sizes", other: "_Sizes") -> bool:
         """Whether no operand is larger, and none smaller, than in both, and the work neither."""

@@ -107,6 +107,7 @@ class Parameters:
         arrival = [inputs[index].name for index in self.walker.arrival(backward)]
         gathered = {name for gather in self.gathers for name in gather.parameters}
         filling: dict[object, list[PParameter]] = {}
+        filled_bytes: dict[object, int] = {}
         full: list[list[PParameter]] = []
         begun: set[object] = set()
         for name in arrival:
@@ -115,16 +116,17 @@ class Parameters:
             if name in gathered or not (path or parameter.decision.optimizer.axes):
                 continue
             kind = self._kind(parameter)
-            bucket = filling.setdefault(kind, [])
-            bucket.append(parameter)
+            filling.setdefault(kind, []).append(parameter)
+            filled_bytes[kind] = filled_bytes.get(kind, 0) + self.gradient_bytes(parameter)
             limit = (
                 self._full_bytes(self.nodes[path[0]], self.gradient_width(parameter)) if path else 0
             )
             if kind not in begun:  # a small one first, to start early
                 limit = min(limit, MIN_BUCKET_BYTES)
-            if sum(self.gradient_bytes(p) for p in bucket) >= limit:
+            if filled_bytes[kind] >= limit:
                 begun.add(kind)
                 full.append(filling.pop(kind))
+                filled_bytes[kind] = 0
         full += filling.values()
         return tuple(
             self._reduction(f"bucket {i}", tuple(members)) for i, members in enumerate(full)

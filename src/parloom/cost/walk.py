@@ -14,7 +14,7 @@ from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.hiding import hidden, hide_moves
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores
 from parloom.cost.liveness import Lives, own_of
-from parloom.cost.local_operators import local_operator
+from parloom.cost.local_operators import kept_copies, local_operator, made_beside
 from parloom.cost.merging import CROSS_ENTROPY, Part, merged
 from parloom.cost.routes import sending
 from parloom.cost.staging import staging_bytes
@@ -334,6 +334,9 @@ class _Body:
             self.keep(item, saved)
         own = self.share(result, op.own_bytes(site, self.fused)) if op.own_bytes else 0
         undo = self.share(result, op.undo_bytes(site, self.fused)) if op.undo_bytes else 0
+        if op.joins:
+            own += sum(map(self.walker.local_bytes, kept_copies(item)))
+            undo += sum(map(self.walker.local_bytes, made_beside(item)))
         if scores:
             own, undo = scores.kept_bytes, scores.backward_bytes
         if item.node.op == CROSS_ENTROPY and self.kernels.software.fuses_loss:

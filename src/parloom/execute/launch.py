@@ -31,9 +31,10 @@ from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
+from parloom.execute.startup import check_ranks
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, TIMEOUT_S, Seen, seen
 from parloom.ir.lower_stages import stage_ranks
-from parloom.ir.plan import DEVICES, Plan
+from parloom.ir.plan import Plan
 from parloom.runtime.program import rank_name
 
 POLL_S, GRACE_S = 0.2, 3.0  # to see that a rank has failed; for the others to end by themselves
@@ -89,7 +90,7 @@ def run(
     given |= {} if checkpoint is None else {CHECKPOINT: str(checkpoint)}
     given |= {} if timeout_s is None else {TIMEOUT_S: f"{timeout_s:g}"}
     if inside_a_job():
-        check_world_size(plan, int(os.environ["WORLD_SIZE"]))
+        check_ranks(plan)
         with _environment(given):
             rank_module.run_script(argv)
         return 0
@@ -127,25 +128,6 @@ def launch_command(ranks: int, argv: Sequence[str], log_dir: Path) -> list[str]:
         "parloom.execute.rank",
         *argv,
     ]
-
-
-def check_world_size(plan: Plan, world_size: int) -> None:
-    """Raise `LaunchError` unless the plan was made for that many ranks."""
-    ranks, devices = plan.decisions.num_ranks, load_cluster(plan.cluster).num_devices
-    if world_size == ranks:
-        return
-    name = short_name(plan.cluster)
-    where = name if ranks == devices else f"of the {devices} of {name}"
-    kept = tuple(c for c in plan.constraints if not c.text.startswith(DEVICES))
-    other = replace(plan, constraints=kept, cluster="...").command()
-    if ranks < world_size == devices:  # all of the cluster's ranks were started
-        asked = "FILE" if plan.cluster.startswith("{") else plan.cluster
-        other = replace(plan, constraints=kept, cluster=asked).command()
-        other = f"{other} {DEVICES}{world_size}"
-    raise LaunchError(
-        f"the plan is for {ranks} ranks ({where}) and this job has {world_size}; start {ranks}"
-        f" processes, or plan for {world_size}: {other}"
-    )
 
 
 def first_death(error: ChildFailedError) -> Death:

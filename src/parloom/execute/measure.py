@@ -26,6 +26,7 @@ from parloom.cost.calibration import Product, Stream, Timed, key_of
 from parloom.cost.local_operators import local_operator
 from parloom.errors import ParloomError
 from parloom.execute.program import compile_pcg
+from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.mesh import Mesh
@@ -161,12 +162,15 @@ def _scale(tensors: Sequence[Tensor], out: Tensor) -> None:
 
 
 def operators(
-    pcgs: Sequence[PCG], clock: Clock, say: Callable[[str], None] = lambda text: None
+    pcgs: Sequence[PCG],
+    clock: Clock,
+    say: Callable[[str], None] = lambda text: None,
+    measured: Iterable[str] = (),
 ) -> Iterator[Timed]:
-    """Every operator of lowered programs once per local shape; those that cannot be run alone are
-    left out.
+    """Every operator of lowered programs once per local shape, but for those that are `measured`
+    already (by `key_of`); those that cannot be run alone are left out.
     """
-    known: set[str] = set()
+    known = set(measured)
     for pcg in pcgs:
         mesh = compile_pcg(pcg, "calibration").program.mesh
         ctx = Context(SingleComm(mesh), clock.device)  # operators do not communicate
@@ -203,10 +207,7 @@ class _Trial:
         size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
                       for part in (item.operands, item.results))  # fmt: skip
         copies = max(1, min(MOST_COPIES, CACHE_BYTES[clock.device.type] // size))
-        self._copies = [
-            [_operand(v, values.values(), mesh, clock.device) for v in values.values()]
-            for _ in range(copies)
-        ]
+        self._copies = [_operands(item, mesh, clock.device) for _ in range(copies)]
         calls = max(1, min(MOST_CALLS, MOST_BYTES // made, 4 * copies))
         self._turns = list(islice(cycle(self._copies), calls))
         self._made: list[Tensor] = []
@@ -243,6 +244,19 @@ class _Trial:
 
     def _backward(self) -> None:
         torch.autograd.backward(self._roots, self._given)
+
+
+def _operands(item: Compute, mesh: Mesh, device: torch.device) -> list[Tensor]:
+    """Each operand once; those that are read as one where they lie are in one memory."""
+    values = {v.name: v for v in item.operands}
+    made = {name: _operand(v, values.values(), mesh, device) for name, v in values.items()}
+    for position in item.adjacent:
+        names = [item.operands[i].name for i in operands_at(item.node, position)]
+        rows = [len(made[name]) for name in names]
+        memory = torch.cat([made[name].detach() for name in names])
+        for name, part in zip(names, torch.split(memory, rows), strict=True):
+            made[name] = part.detach().requires_grad_(made[name].requires_grad)
+    return list(made.values())
 
 
 def _shape(value: PValue, mesh: Mesh) -> tuple[int, ...]:

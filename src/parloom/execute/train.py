@@ -25,10 +25,10 @@ from parloom.cost.kernels import SPEC
 from parloom.errors import InputError, LaunchError
 from parloom.execute import checkpoint, optimizers, weights
 from parloom.execute.handed_over import Original, hand_over, refuse_handed_over
-from parloom.execute.launch import check_world_size
 from parloom.execute.log import NUM_COMPARED, RunRecord, StageTimes, StepLog, StepRecord
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import check_again, check_on_ranks, check_tensors
+from parloom.execute.startup import check_world_size
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, Watch, timeout, watcher

@@ -41,6 +41,8 @@ class Layout:
     partial: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.shards) + len(self.partial) < 2:  # most are: in order, and no axis twice
+            return
         object.__setattr__(
             self, "shards", tuple(sorted(self.shards, key=lambda s: (s.dim, -s.stride)))
         )

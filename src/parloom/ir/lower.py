@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import count
 
 from parloom.errors import CutError, LayoutError
+from parloom.ir.adjacent import Adjacent, adjacent_parameters
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
     Boundary,
@@ -61,9 +62,10 @@ def lower(
     """Derive every layout and movement of `graph` under `decisions`.
 
     `homes` fixes the compute layouts of parameters by name (an evaluation program uses the training
-    program's). Raises `LayoutError` for an illegal decision, naming the operator by module path.
+    program's, and lays none beside another). Raises `LayoutError` for an illegal decision, naming
+    the operator by module path.
     """
-    return _Lowering(graph, decisions, factored or factorize(graph), homes or {}).run()
+    return _Lowering(graph, decisions, factored or factorize(graph), homes).run()
 
 
 class _Lowering:
@@ -74,7 +76,7 @@ class _Lowering:
         graph: Graph,
         decisions: Decisions,
         factored: Factored,
-        homes: Homes,
+        homes: Homes | None,
     ) -> None:
         self.graph, self.decisions, self.factored = graph, decisions, factored
         self.boundary = graph.boundary or Boundary()
@@ -90,11 +92,13 @@ class _Lowering:
         self.remade: dict[object, Remake | None] = {}
         self.variants: dict[object, PFunction] = {}
         self.hoist = Hoist()
-        samples = graph.boundary.samples if graph.boundary else sample_dims(self.factored)
-        self.samples = samples if self.steps > 1 else {}
+        self.samples = sample_dims(self.factored) if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
-        self.parameters = _parameters(self, homes)
+        self.parameters = _parameters(self, homes or {})
+        self.beside = Adjacent()
+        if homes is None:
+            self.beside = adjacent_parameters(graph, self.parameters, self.read_in_place)
         self.layouts = {
             i.value.name: self.input_layout(i.kind, i.target, i.value)
             for i in graph.inputs
@@ -160,6 +164,7 @@ class _Lowering:
             leaving,
             tuple(self.hoist.items),
             tuple(self.hoist.values),
+            self.beside.groups,
         )
 
     def sent(self, value: PValue) -> Layout:
@@ -230,6 +235,18 @@ class _Lowering:
         assignment = self.chosen(flat.prefix, flat.node)
         return rule.operand_layout(index, assignment, self.decisions.mesh)
 
+    def read_in_place(self, flat: FlatNode, index: int) -> Layout | None:
+        """The layout in which an operator reads its operand `index`; None where some ranks read
+        zeros, so that it counts once.
+        """
+        rule = self.factored.rule(flat.function, flat.node)
+        counts_once = rule.contracted(index, self.chosen(flat.prefix, flat.node))
+        return None if counts_once else self.wanted(flat, index)
+
+    def adjacent(self, prefix: str, node: Node) -> tuple[int, ...]:
+        """The arguments of an operator that lie one after the other."""
+        return self.beside.of(prefix, node)
+
     def decision(self, prefix: str, node: Node) -> NodeDecision:
         key = node_key(prefix, node)
         return self.by_key.get(key) or NodeDecision(key)
@@ -265,10 +282,10 @@ class _Lowering:
     def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
         """The variant of the called block for these inputs and decisions."""
         function = self.graph.by_name[call.function]
+        nodes = [item for item in function.body if isinstance(item, Node)]
         chosen = tuple(
-            tuple(sorted(self.assignment(call.prefix, n).items()))
-            for n in function.body
-            if isinstance(n, Node)
+            (tuple(sorted(self.assignment(call.prefix, n).items())), self.adjacent(call.prefix, n))
+            for n in nodes
         )
         types = tuple((v.layout, v.varying, v.differentiable) for v in inputs)
         key = (function.name, chosen, types)

@@ -1,10 +1,11 @@
 """Lowering of one function body: operators, their movements, and what is hoisted out of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from parloom.errors import LayoutError
+from parloom.ir.adjacent import operands_at
 from parloom.ir.factors import Factored, cut_to, follow, site_of
 from parloom.ir.graph import (
     Arg,
@@ -55,6 +56,8 @@ class Owner(Protocol):
     hoist: "Hoist"
 
     def assignment(self, prefix: str, node: Node) -> Assignment: ...
+
+    def adjacent(self, prefix: str, node: Node) -> tuple[int, ...]: ...
 
     def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction: ...
 
@@ -154,12 +157,24 @@ class Body:
             )
         renamed = with_operands(node, tuple(v.name for v in operands))
         self.items.append(
-            Compute(renamed, rule, tuple(assignment.items()), tuple(operands), tuple(results))
-        )
+            Compute(
+                renamed, rule, tuple(assignment.items()), tuple(operands), tuple(results),
+                self.adjacent(node, sources, operands),
+            )
+        )  # fmt: skip
         self.values.update((v.name, v) for v in results)
         self.makers.update((v.name, Maker(self.expanded or node.key)) for v in results)
         if all(v.name in self.pure for v in sources):
             self.pure.update(v.name for v in results)
+
+    def adjacent(
+        self, node: Node, sources: Sequence[PValue], operands: Sequence[PValue]
+    ) -> tuple[int, ...]:
+        """The arguments that lie one after the other, where nothing moves them."""
+        moved = {i for i, (one, other) in enumerate(zip(sources, operands, strict=True))
+                 if one is not other}  # fmt: skip
+        there = self.owner.adjacent(self.prefix, node)
+        return tuple(p for p in there if moved.isdisjoint(operands_at(node, p)))
 
     def passing(
         self, op: OpDef, node: Node, sources: tuple[PValue, ...]

@@ -36,13 +36,18 @@ class PValue:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One operator on local shards: `operands` are values in the order of `node.refs`."""
+    """One operator on local shards: `operands` are values in the order of `node.refs`.
+
+    `adjacent` are the arguments (by position) that are several parameters which it reads as one
+    where they lie (`PCG.adjacent`).
+    """
 
     node: Node
     rule: Rule
     assignment: tuple[tuple[str, tuple[str, ...]], ...]
     operands: tuple[PValue, ...]
     results: tuple[PValue, ...]
+    adjacent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,8 @@ class PCG:
 
     `leaving` are the values for later pipeline stages, as they are sent. `prologue` computes, per
     microbatch and from the batch alone, the values named `hoisted`, which
-    the executor sums over microbatches before the first forward pass.
+    the executor sums over microbatches before the first forward pass. `adjacent` are parameters, by
+    the user's names, whose home shards lie one after the other in one memory.
     """
 
     graph: Graph
@@ -164,6 +170,7 @@ class PCG:
     leaving: tuple[PValue, ...] = ()
     prologue: tuple[Item, ...] = ()
     hoisted: tuple[tuple[PValue, PValue], ...] = ()
+    adjacent: tuple[tuple[str, ...], ...] = ()
 
     @property
     def num_microbatches(self) -> int:

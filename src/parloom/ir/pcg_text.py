@@ -17,6 +17,7 @@ def print_pcg(pcg: PCG) -> str:
     axes = ", ".join(f"{axis.name}={axis.size}" for axis in pcg.mesh.axes)
     lines = [f"mesh {axes}", "", "parameters"]
     lines += [f"  {_parameter(p, pcg.mesh)}" for p in pcg.parameters]
+    lines += [f"  in one memory: {', '.join(group)}" for group in pcg.adjacent]
     for function in (*pcg.functions, pcg.main):
         lines += ["", *_function(function, pcg.mesh)]
     if pcg.loss is not None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from parloom.ir.adjacent import side_by_side
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
 
@@ -71,7 +72,7 @@ def step_program(pcg: PCG) -> tuple[StepNode, ...]:
     update = StepNode("STEP", "update", ())
     reductions = (_in_buckets(node, pcg) for node in _reductions(trained, units))
     publications = (_in_buckets(node, pcg) for node in _publications(trained))
-    return (*_gathers(units), *reductions, *checks, update, *publications)
+    return (*_gathers(units, pcg), *reductions, *checks, update, *publications)
 
 
 def _gradients_in_half(pcg: PCG) -> bool:
@@ -118,12 +119,15 @@ def _units(pcg: PCG) -> dict[str, tuple[PParameter, ...]]:
             if members}  # fmt: skip
 
 
-def _gathers(units: dict[str, tuple[PParameter, ...]]) -> Iterator[StepNode]:
-    """Weights stored in chunks are gathered for the unit that reads them, in both passes."""
+def _gathers(units: dict[str, tuple[PParameter, ...]], pcg: PCG) -> Iterator[StepNode]:
+    """Weights stored in chunks are gathered for the unit that reads them, in both passes, into the
+    memory of all: those that are adjacent stand beside each other.
+    """
     for unit, members in units.items():
         keys = ((p.decision.weight.axes, p.input.value.spec.dtype) for p in members)
         for (axes, _), alike in _grouped(zip(keys, members, strict=True)):
-            yield StepNode("GATHER", "all_gather", axes, alike, EACH_PASS, unit)
+            ordered = side_by_side(alike, pcg.adjacent)
+            yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit)
 
 
 def _reductions(

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from parloom.errors import LayoutError, VerifyError, nearest
+from parloom.ir.adjacent import adjacent_problems
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import check
@@ -492,5 +493,6 @@ PARALLEL: Mapping[str, Callable[[PCG], Problems]] = MappingProxyType(
         "movements follow the adjoint table": _movements_follow_the_table,
         "the loss is whole or a sum": _loss_is_whole,
         "parameters are sharded and reduced once per axis": _parameters_reduce_once,
+        "parameters lie in one memory where they are read so": adjacent_problems,
     }
 )

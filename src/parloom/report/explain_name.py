@@ -35,15 +35,17 @@ Play = Callable[[PCG, Decisions], Timeline]
 OPERATOR, PARAMETER, INPUT, MODULE = "operator", "parameter", "input", "module"
 
 
-def name_explained(case: Case, named: Named, play: Play) -> Document:
-    """What a name is, as JSON values; `play` simulates another plan of the same graph."""
+def name_explained(case: Case, named: Named, play: Play, most: int = MOST) -> Document:
+    """What a name is, as JSON values; `play` simulates another plan of the same graph, of which
+    `most` are made for an operator.
+    """
     factored = factorize(case.pcg.graph)
     if isinstance(named, Below):
         return _module(case, named, factored)
     if isinstance(named, FlatNode):
-        return _operator(case, named, factored, play)
+        return _operator(case, named, factored, play, most)
     if named.maker is not None:
-        document = _operator(case, named.maker, factored, play)
+        document = _operator(case, named.maker, factored, play, most)
         made = document["results"][named.result]
         return document | {"tensor": made | {"name": named.name}}
     assert named.input is not None
@@ -55,12 +57,12 @@ def name_explained(case: Case, named: Named, play: Play) -> Document:
 # Operators
 
 
-def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play) -> Document:
+def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play, most: int) -> Document:
     rule = factored.rule(flat.function, flat.node)
     assignment = dict(assignment_of(case.decisions, flat.key))
     words = _splits(case, case.pcg, case.decisions, flat.key)
     computed = [s for s in own_shares(case, flat) if s.moves is None]
-    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.fits, play)
+    ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.fits, play, most)
     runs = runs_of(case, flat)
     terms = [*prices(case, flat)]
     for parameter in _read_parameters(case, flat):

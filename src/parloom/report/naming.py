@@ -8,7 +8,6 @@ from parloom.ir.graph import FlatNode, Graph, TensorSpec
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import RING, Dims
 from parloom.ir.plan import Decisions
-from parloom.rewrite.rewrites import rewritten
 
 SAMPLES, OUTPUTS, INPUTS = "samples", "output features", "input features"
 ENTRIES, HEADS, POSITIONS = "entries of tables", "heads", "positions"
@@ -24,11 +23,11 @@ Names = Mapping[str, Mapping[str, str]]
 def ways_of(
     graph: Graph, decisions: Decisions, names: Names | None = None
 ) -> Mapping[str, Counter[str]]:
-    """Per mesh axis: what it splits, in words, with the number of operators; `names` as in
-    `named_ways`.
+    """Per mesh axis: what it splits, in words, with the number of operators; `graph` and `names` as
+    in `named_ways`.
     """
     ways: dict[str, Counter[str]] = {axis.name: Counter() for axis in decisions.mesh.axes}
-    for _, axis, what in named_ways(rewritten(graph, decisions.rewrites), decisions, names):
+    for _, axis, what in named_ways(graph, decisions, names):
         ways[axis][what] += 1
     return ways
 

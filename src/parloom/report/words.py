@@ -57,9 +57,9 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     are stored; `graph` as captured.
     """
     rewrites = tuple(rewrite_words(graph, decisions))
+    graph = rewritten(graph, decisions.rewrites)
     if len(decisions.stages) > 1:
-        cut = _stage_words(rewritten(graph, decisions.rewrites), decisions, cluster)
-        return (*cut, *rewrites)
+        return (*_stage_words(graph, decisions, cluster), *rewrites)
     levels = _levels(decisions.stages[0], cluster)
     ways = ways_of(graph, decisions)
     lines = [
@@ -77,8 +77,7 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
         lines.append(f"every device stores {kept}, with their gradients and optimizer state")
-    body = rewritten(graph, decisions.rewrites).main.body
-    blocks = sum(isinstance(item, Call) for item in body)
+    blocks = sum(isinstance(item, Call) for item in graph.main.body)
     policies = Counter(
         f"{a.policy} {'some values' if a.lists else 'activations'}"
         for a in decisions.activations

@@ -411,9 +411,10 @@ class _Reading:
         return FUNCTIONS["scale"](FUNCTIONS["inverse"](size), self._sum(term))
 
     def _conv1d(self, term: Term) -> Any:
-        x, weight, bias, *how = term.args
-        if bias is not None:
-            raise NotReadError("conv1d with a bias")
+        x, weight, *more = term.args
+        bias, *how = more or [None]
+        if bias is not None or how[3:] not in ([], [1]):
+            raise NotReadError("conv1d with a bias, or of groups")
         key = 0 if how == [1, 0] else 1 + self._number("conv1d", *how)
         return FUNCTIONS["conv"](key, self.term(x), self.term(weight))
 

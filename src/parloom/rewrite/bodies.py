@@ -32,6 +32,14 @@ FLAGGED = frozenset({"batch_norm"})
 # The operand that says places of another one.
 PLACES: Mapping[str, int] = {"embedding": 1}
 
+# The operand whose dims behind the first two are places of windows.
+KERNELS: Mapping[str, int] = {"conv1d": 1, "conv2d": 1, "conv3d": 1}
+
+# The argument that says how many groups there are (the factor "g" of the operator's rule), or the
+# shape of the result.
+GROUPS: Mapping[str, int] = {"conv1d": 6, "conv2d": 6, "conv3d": 6}
+SHAPES: Mapping[str, int] = {"view": 1, "expand": 1}
+
 # Terms of what no value of the function is, and calls of these.
 FORMS, COMBINED = 2, 4
 

@@ -8,13 +8,14 @@ joined may be results of such calls, so that whole chains become one.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from parloom.ir.graph import Arg, Call, Function, Graph, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
-from parloom.ir.ops.rule import Dims, Site
-from parloom.rewrite.bodies import PLACES, from_last, takes_part
+from parloom.ir.ops.rule import HALO, Site
+from parloom.ir.ops.rule import Rule as Sharding
+from parloom.rewrite.bodies import GROUPS, KERNELS, PLACES, SHAPES, from_last, takes_part
 from parloom.rewrite.merge import JOINED
 from parloom.rewrite.rules import Rule, prove
 from parloom.rewrite.take import Take
@@ -36,10 +37,54 @@ class Along:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """Calls whose operands, at `places` among the arguments, have the same sizes in terms of
+    factors, and are told the same ones.
+    """
+
+    op: str
+    args: tuple[TermArg, ...]
+    places: tuple[int, ...]
+    operands: tuple[tuple[Size, ...], ...]
+    result: tuple[Size, ...]
+
+    def rule(self, along: Along) -> Rule:
+        """The rule by which two calls are the parts of one, for all extents but a kernel's."""
+        inputs, sides = list[Input](), ((0,), (1,), (0, 1))
+        calls = [[_told(arg, along.factor, halves) for arg in self.args] for halves in sides]
+        for index, (place, dim) in enumerate(zip(self.places, along.operands, strict=True)):
+            halves = (0,) if dim is None else (0, 1)
+            names = [f"x{index}_{half}" for half in halves]
+            for half, name in zip(halves, names, strict=True):
+                sizes = (_size(own, along.factor, half) for own in self.operands[index])
+                inputs.append(Input(name, tuple(sizes), self._below(index, along)))
+            own = (Name(names[0]), Name(names[-1]), _cat(names, dim) if dim else Name(names[0]))
+            for call, arg in zip(calls, own, strict=True):
+                call[place] = arg
+        one, other, both = (Term(self.op, tuple(call)) for call in calls)
+        whole = self.result[along.result]
+        extents = tuple(Extent(_size(whole, along.factor, half)) for half in (0, 1))
+        parts = tuple(Term(SPLIT, (both, extents, along.result), half) for half in (0, 1))
+        return Rule(name_of(self.op, along.factor), tuple(inputs), (one, other), parts)
+
+    def _below(self, index: int, along: Along) -> Size | None:
+        """Of numbers of rows the number of these."""
+        is_places = PLACES.get(self.op) == index
+        return _size(self.operands[0][0], along.factor, 0) if is_places else None
+
+
+@cache
+def refusal(kind: Kind, along: Along) -> str:
+    """Why calls are not one along a factor; empty where both sides have equal normal forms."""
+    return prove(kind.rule(along))
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """Independent calls that are one along a factor."""
 
     nodes: tuple[Node, ...]
+    kind: Kind
     along: Along
 
     @property
@@ -58,7 +103,7 @@ def fusions(graph: Graph, function: Function) -> Iterator[Take]:
     for node in found.nodes:
         if node.op == CAT and not node.kwargs:
             call = found.joined(*found.parts_of(node))
-            if isinstance(call, Term) and call.op != CAT:
+            if isinstance(call, Term) and any(map(computes, calls_in(call))):
                 values = (node.results[0].name,)
                 yield Take(function.name, values, call, found.rules_of(call))
 
@@ -66,6 +111,11 @@ def fusions(graph: Graph, function: Function) -> Iterator[Take]:
 def is_joined(group: Group) -> bool:
     """Whether products of one operand, which read their weights where they lie."""
     return group.nodes[0].op in JOINED and group.along.operands[0] is None
+
+
+def computes(call: Term) -> bool:
+    """Whether a call does more than to move elements."""
+    return call.op != CAT and not OPS[call.op].view
 
 
 def flowing(graph: Graph) -> Mapping[str, Collection[str]]:
@@ -97,39 +147,38 @@ class _Fusions:
         self.function, self.specs, self.flowing = function, function.specs(), flowing
         self.nodes = [item for item in function.body if isinstance(item, Node)]
         self.makers = {v.name: node for node in self.nodes for v in node.results}
+        self.rules = {id(node): sharding(node, self.specs) for node in self.nodes}
         self.alongs = {
-            id(node): tuple(
-                along for kind, along in joinable(node, self.specs) if not refusal(kind, along)
-            )
-            for node in self.nodes
+            id(node): tuple(_joinable(node, rule, self.specs)) if rule else ()
+            for node, rule in zip(self.nodes, self.rules.values(), strict=True)
         }
-        self._rules: dict[Term, str] = {}
+        self._names: dict[Term, str] = {}
         self._known: dict[tuple[tuple[str, ...], int], TermArg] = {}
 
     def groups(self) -> Iterator[Group]:
         """Calls that are alike and of which none reads what comes of another one."""
-        alike = defaultdict[tuple[Along, object], list[Node]](list)
+        alike = defaultdict[tuple[Kind, Along, object], list[Node]](list)
         for node in self.nodes:
-            for along in self.alongs[id(node)]:
-                alike[along, self._likeness(node, along)].append(node)
-        for (along, _), nodes in alike.items():
+            for kind, along in self.alongs[id(node)] if not OPS[node.op].view else ():
+                alike[kind, along, self._likeness(node, kind, along)].append(node)
+        for (kind, along, _), nodes in alike.items():
             for same in self._levels(nodes) if len(nodes) > 1 else ():
-                if len(same) > 1:
-                    yield Group(tuple(same), along)
+                if len(same) > 1 and not refusal(kind, along):
+                    yield Group(tuple(same), kind, along)
 
     def of_one_history(self, group: Group) -> Iterator[Group]:
         """Those of a group that read results of calls which are one, too."""
         alike: list[list[Node]] = []
         for node in group.nodes:
             for own in alike:
-                if self._is_chain(Group((own[0], node), group.along)):
+                if self._is_chain(replace(group, nodes=(own[0], node))):
                     own.append(node)
                     break
             else:
                 alike.append([node])
         for own in alike if len(alike) > 1 else ():
             if len(own) > 1:
-                yield Group(tuple(own), group.along)
+                yield replace(group, nodes=tuple(own))
 
     def _is_chain(self, group: Group) -> bool:
         return self.call(group, deep=True) != self.call(group, deep=False)
@@ -143,7 +192,7 @@ class _Fusions:
 
     def rules_of(self, call: Term) -> tuple[str, ...]:
         """The rules by which a call is of what it joins."""
-        return tuple(sorted({self._rules[own] for own in calls_in(call) if own in self._rules}))
+        return tuple(sorted({self._names[own] for own in calls_in(call) if own in self._names}))
 
     def parts_of(self, node: Node) -> tuple[tuple[str, ...], int]:
         """What a call of `cat` joins, and along which dim, counted from the last."""
@@ -157,13 +206,17 @@ class _Fusions:
         dims = iter(group.along.operands)
         for position, arg in enumerate(first.args):
             dim = next(dims) if isinstance(arg, Ref) else None
-            if dim is None:
-                args.append(from_last(first, position, arg, self.specs))
-            else:
-                names = tuple(_name(node.args[position]) for node in group.nodes)
+            own = [node.args[position] for node in group.nodes]
+            if dim is not None:
+                names = tuple(map(_name, own))
                 args.append(self.joined(names, dim) if deep else _cat(names, dim))
+            elif isinstance(arg, Ref):
+                args.append(Name(arg.name))
+            else:
+                arg = _summed(own, group.kind.args[position], group.along.factor)
+                args.append(from_last(first, position, arg, self.specs))
         found = Term(first.op, tuple(args))
-        self._rules[found] = name_of(first.op, group.along.factor)
+        self._names[found] = name_of(first.op, group.along.factor)
         return found
 
     def joined(self, names: tuple[str, ...], dim: int) -> TermArg:
@@ -189,27 +242,31 @@ class _Fusions:
         nodes = [self.makers[name] for name in names if name in self.makers]
         if len({id(node) for node in nodes}) < len(names):
             return None
-        for along in self.alongs[id(nodes[0])]:
-            likeness = self._likeness(nodes[0], along)
-            if along.result == dim and all(
-                along in self.alongs[id(node)] and self._likeness(node, along) == likeness
+        for own in self.alongs[id(nodes[0])]:
+            likeness = self._likeness(nodes[0], *own)
+            if own[1].result == dim and all(
+                own in self.alongs[id(node)] and self._likeness(node, *own) == likeness
                 for node in nodes[1:]
             ):
-                return Group(tuple(nodes), along)
+                return None if refusal(*own) else Group(tuple(nodes), *own)
         return None
 
-    def _likeness(self, node: Node, along: Along) -> object:
-        """What calls have in common that are one."""
-        found, dims = list[object]([node.op]), iter(along.operands)
-        for arg in node.args:
+    def _likeness(self, node: Node, kind: Kind, along: Along) -> object:
+        """What calls have in common that are one: of a dim along which they are joined, what is
+        behind the factor.
+        """
+        rule = self.rules[id(node)]
+        assert rule is not None
+        found, dims, extent = list[object](), iter(along.operands), rule.size(along.factor)
+        for arg, told in zip(node.args, kind.args, strict=True):
             dim = next(dims) if isinstance(arg, Ref) else None
             if isinstance(arg, Ref) and dim is not None:
                 spec = self.specs[arg.name]
                 shape = list(spec.shape)
-                shape[dim] = -1
+                shape[dim] = -(shape[dim] // extent)
                 found.append((tuple(shape), spec.dtype, arg.name in self.flowing))
             else:
-                found.append(arg)
+                found.append(_fixed(arg, told, along.factor, extent))
         return tuple(found)
 
     def _levels(self, nodes: Sequence[Node]) -> Iterator[list[Node]]:
@@ -227,57 +284,28 @@ class _Fusions:
         yield from levels.values()
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Calls whose operands, at `places` among the arguments, have the same factors."""
-
-    op: str
-    args: tuple[TermArg, ...]
-    places: tuple[int, ...]
-    operands: tuple[Dims, ...]
-
-    def rule(self, along: Along) -> Rule:
-        """The rule by which two calls are the parts of one, for all extents."""
-        inputs, calls = list[Input](), [list(self.args) for _ in range(3)]
-        for index, (place, dim) in enumerate(zip(self.places, along.operands, strict=True)):
-            halves = (0,) if dim is None else (0, 1)
-            names = [f"x{index}_{half}" for half in halves]
-            for half, name in zip(halves, names, strict=True):
-                sizes = (_size(own, along.factor, half) for own in self.operands[index])
-                inputs.append(Input(name, tuple(sizes), self._below(index, along)))
-            own = (Name(names[0]), Name(names[-1]), _cat(names, dim) if dim else Name(names[0]))
-            for call, arg in zip(calls, own, strict=True):
-                call[place] = arg
-        one, other, both = (Term(self.op, tuple(call)) for call in calls)
-        extents = tuple(Extent(_size((along.factor,), along.factor, half)) for half in (0, 1))
-        parts = tuple(Term(SPLIT, (both, extents, along.result), half) for half in (0, 1))
-        return Rule(name_of(self.op, along.factor), tuple(inputs), (one, other), parts)
-
-    def _below(self, index: int, along: Along) -> Size | None:
-        """Of numbers of rows the number of these."""
-        is_places = PLACES.get(self.op) == index
-        return _size(self.operands[0][0], along.factor, 0) if is_places else None
-
-
-@cache
-def refusal(kind: Kind, along: Along) -> str:
-    """Why calls are not one along a factor; empty where both sides have equal normal forms."""
-    return prove(kind.rule(along))
-
-
 def joinable(node: Node, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[Kind, Along]]:
     """The factors along which calls like this one may be one, as far as each operand and the result
-    has a factor as a dim, or not at all.
+    has a factor as a dim, or as the outermost one of it, or not at all.
     """
-    places = tuple(i for i, arg in enumerate(node.args) if isinstance(arg, Ref))
-    if not takes_part(node, specs) or len(node.results) > 1 or len(places) != len(node.refs):
+    rule = sharding(node, specs)
+    return _joinable(node, rule, specs) if rule else iter(())
+
+
+def sharding(node: Node, specs: Mapping[str, TensorSpec]) -> Sharding | None:
+    """The rule of a call by which it may be joined; None where it takes no part."""
+    direct = sum(isinstance(arg, Ref) for arg in node.args)
+    if not takes_part(node, specs) or len(node.results) > 1 or direct != len(node.refs):
+        return None
+    return OPS[node.op].rule(Site(node, tuple(specs[name] for name in node.refs)))
+
+
+def _joinable(
+    node: Node, rule: Sharding, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[Kind, Along]]:
+    kind = _kind(node, rule, specs)
+    if kind is None:
         return
-    op = OPS[node.op]
-    if op.view:
-        return
-    rule = op.rule(Site(node, tuple(specs[name] for name in node.refs)))
-    args = (from_last(node, i, None if i in places else a, specs) for i, a in enumerate(node.args))
-    kind = Kind(node.op, tuple(args), places, rule.operands)
     for factor in rule.shardable:
         dims = [_dim(factor, own) for own in (*rule.operands, rule.results[0])]
         result = dims.pop()
@@ -285,9 +313,70 @@ def joinable(node: Node, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[Kind
             yield kind, Along(factor, tuple(dims), result)
 
 
-def _size(factors: tuple[str, ...], joined: str, half: int) -> Size:
-    """The size of a dim; each of two calls has its own extent of the factor that is joined."""
-    return (tuple(f"{name}_{half}" if name == joined else name for name in factors),)
+def _kind(node: Node, rule: Sharding, specs: Mapping[str, TensorSpec]) -> Kind | None:
+    """The kind of a call; None where it is told another shape than that of its result."""
+    places = tuple(i for i, arg in enumerate(node.args) if isinstance(arg, Ref))
+    operands = [[_extent(rule, dim) for dim in own] for own in rule.operands]
+    result = tuple(_extent(rule, dim) for dim in rule.results[0])
+    if (kernel := KERNELS.get(node.op)) is not None:  # windows have numbers of places
+        operands[kernel][2:] = [((),) * extent for extent in specs[node.refs[kernel]].shape[2:]]
+    args: list[TermArg] = [
+        from_last(node, i, None if i in places else arg, specs) for i, arg in enumerate(node.args)
+    ]
+    if (at := SHAPES.get(node.op)) is not None:
+        if node.args[at] != node.results[0].spec.shape:
+            return None
+        args[at] = tuple(map(Extent, result))
+    if (at := GROUPS.get(node.op)) is not None and "g" in rule.shardable:
+        args[at] = Extent((("g",),))
+    return Kind(node.op, tuple(args), places, tuple(map(tuple, operands)), result)
+
+
+def _extent(rule: Sharding, dim: tuple[str, ...]) -> Size:
+    """The size of a dim in terms of its factors; of one that windows move along, as it is."""
+    return (("".join(dim),),) if any(rule.kind(factor) == HALO for factor in dim) else (dim,)
+
+
+def _size(size: Size, joined: str, half: int) -> Size:
+    """A size where each of two calls has its own extent of the factor that is joined."""
+    return tuple(tuple(f"{n}_{half}" if n == joined else n for n in block) for block in size)
+
+
+# What calls are told of sizes: where these have the factor that is joined, they add up.
+
+
+def _told(arg: TermArg, factor: str, halves: Sequence[int]) -> TermArg:
+    """An argument of one of two calls, or of both as one."""
+    if isinstance(arg, tuple):
+        return tuple(_told(own, factor, halves) for own in arg)
+    if not isinstance(arg, Extent):
+        return arg
+    own = halves if _has(arg, factor) else halves[:1]
+    return Extent(tuple(block for half in own for block in _size(arg.size, factor, half)))
+
+
+def _summed(args: Sequence[Arg], told: TermArg, factor: str) -> Arg:
+    """The argument of calls as one."""
+    if isinstance(told, Extent) and _has(told, factor):
+        return sum(arg for arg in args if isinstance(arg, int))
+    if not isinstance(told, tuple):
+        return args[0]
+    rows = [arg for arg in args if isinstance(arg, tuple)]
+    return tuple(_summed(own, one, factor) for *own, one in zip(*rows, told, strict=True))
+
+
+def _fixed(arg: Arg, told: TermArg, factor: str, extent: int) -> object:
+    """What calls have in common of an argument."""
+    if isinstance(told, tuple) and isinstance(arg, tuple):
+        return tuple(_fixed(own, one, factor, extent) for own, one in zip(arg, told, strict=True))
+    if isinstance(told, Extent) and _has(told, factor):
+        assert isinstance(arg, int)
+        return -(arg // extent)
+    return arg
+
+
+def _has(told: Extent, factor: str) -> bool:
+    return any(factor in block for block in told.size)
 
 
 def name_of(op: str, factor: str) -> str:
@@ -302,11 +391,13 @@ def is_fusion(name: str) -> bool:
 
 
 def _dim(factor: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
-    """The dim, counted from the last, that a factor is; 0 where it is a part of one."""
+    """The dim, counted from the last, that a factor is the outermost one of; 0 where it is an inner
+    one.
+    """
     found = [index for index, factors in enumerate(dims) if factor in factors]
     if not found:
         return None
-    return found[0] - len(dims) if len(found) == 1 and dims[found[0]] == (factor,) else 0
+    return found[0] - len(dims) if len(found) == 1 and dims[found[0]][0] == factor else 0
 
 
 def _cat(names: Sequence[str], dim: int) -> TermArg:

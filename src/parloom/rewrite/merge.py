@@ -39,13 +39,19 @@ def merges_of_two(function: Function) -> Iterator[Take]:
                 yield _merged(function, pair)
 
 
-def rule_of(op: str, kernel: Sequence[int], rest: Sequence[TermArg], is_biased: bool) -> Rule:
+def rule_of(
+    op: str,
+    kernel: Sequence[int],
+    rest: Sequence[TermArg],
+    is_biased: bool,
+    has_samples: bool = True,
+) -> Rule:
     """The rule by which two products of one operand are one, for all extents but a kernel's, and
-    for this stride, padding and dilation.
+    for this stride, padding and dilation; of an image alone where it has no samples.
     """
     places = "".join(f", p{at}" for at in range(len(kernel)))
     window = "".join(f", {' + '.join(('1',) * extent)}" for extent in kernel)
-    inputs = f"x[b, k{places}]" if kernel else "x[*, k]"
+    inputs = f"x[{'b, ' * has_samples}k{places}]" if kernel else "x[*, k]"
     inputs += f", w[n, k{window}], v[m, k{window}]" + ", c[n], d[m]" * is_biased
     biases = ("c", "d", "(c, d)") if is_biased else ("None",) * 3
     words = ", ".join(map(arg_text, rest))
@@ -59,18 +65,24 @@ def rule_of(op: str, kernel: Sequence[int], rest: Sequence[TermArg], is_biased: 
 
 
 @cache
-def refusal(op: str, kernel: tuple[int, ...], rest: tuple[TermArg, ...], is_biased: bool) -> str:
+def refusal(
+    op: str,
+    kernel: tuple[int, ...],
+    rest: tuple[TermArg, ...],
+    is_biased: bool,
+    has_samples: bool = True,
+) -> str:
     """Why two products of one operand are not one; empty where both sides have equal normal
     forms.
     """
-    return prove(rule_of(op, kernel, rest, is_biased))
+    return prove(rule_of(op, kernel, rest, is_biased, has_samples))
 
 
 def _refusal(function: Function, node: Node) -> str:
-    weight = function.specs()[_weights(node)[0]]
+    x, weight = (function.specs()[name] for name in node.refs[:2])
     rest = tuple(map(term_of, node.args[3:6]))
-    kernel = tuple(weight.shape[2:])
-    return refusal(_single(node, len(kernel)), kernel, rest, bool(_biases(node)))
+    kernel, has_samples = weight.shape[2:], len(x.shape) == len(weight.shape)
+    return refusal(_single(node, len(kernel)), kernel, rest, bool(_biases(node)), has_samples)
 
 
 def _single(node: Node, num_dims: int) -> str:

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.ir.ops.algebra import Names
+from parloom.ir.ops.algebra import Names, Window
 
 Ints = NDArray[np.int64]
 PRIME = 2**31 - 1  # products fit 64 bits
@@ -90,11 +90,11 @@ class Numbers:
         found: Ints = table[places]
         return found
 
-    def windows(self, part: Ints, dim: int, size: int, stride: int, padding: int) -> Ints:
-        pads = [(padding, padding) if d == dim else (0, 0) for d in range(part.ndim)]
-        found = np.lib.stride_tricks.sliding_window_view(np.pad(part, pads), size, axis=dim)
-        found = np.moveaxis(found, -1, dim + 1)
-        return np.ascontiguousarray(found[(slice(None),) * dim + (slice(None, None, stride),)])
+    def windows(self, part: Ints, dim: int, window: Window) -> Ints:
+        pads = [(window.before, window.after) if d == dim else (0, 0) for d in range(part.ndim)]
+        firsts = np.arange(0, max(part.shape[dim] - window.less + 1, 0), window.stride)
+        places = firsts[:, None] + np.arange(window.size) * window.dilation
+        return np.take(np.pad(part, pads), places, axis=dim)
 
     def _number(self, value: Fraction) -> int:
         return value.numerator * pow(value.denominator, -1, self.prime) % self.prime

@@ -8,7 +8,7 @@ from string import ascii_letters
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.ir.ops.algebra import Names, aligned
+from parloom.ir.ops.algebra import Names, Window, aligned
 from parloom.rewrite.symbolic import NotExpressed
 
 Floats = NDArray[np.float64]
@@ -188,12 +188,13 @@ class Recorded:
 
         return self._made(table.value[rows], (table, adjoint))
 
-    def windows(self, part: Traced, dim: int, size: int, stride: int, padding: int) -> Traced:
+    def windows(self, part: Traced, dim: int, window: Window) -> Traced:
         lead, own = (slice(None),) * dim, part.value.shape
-        whole = (*own[:dim], own[dim] + 2 * padding, *own[dim + 1 :])
-        inner = (*lead, slice(padding, padding + own[dim]))
-        moved = (whole[dim] - size) // stride + 1
-        seen = [(*lead, slice(at, at + stride * (moved - 1) + 1, stride)) for at in range(size)]
+        whole = (*own[:dim], own[dim] + window.before + window.after, *own[dim + 1 :])
+        inner = (*lead, slice(window.before, window.before + own[dim]))
+        width = window.stride * len(range(0, own[dim] - window.less + 1, window.stride))
+        first = (at * window.dilation for at in range(window.size))
+        seen = [(*lead, slice(at, at + width, window.stride)) for at in first]
         wide = np.zeros(whole)
         wide[inner] = part.value
 

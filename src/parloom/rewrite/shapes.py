@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from parloom.errors import InputError
-from parloom.ir.ops.algebra import Names, aligned
+from parloom.ir.ops.algebra import Names, Window, aligned
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.parallel import computes_of
 from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of, moved_extent, places
@@ -113,11 +113,11 @@ class Shapes:
     def lookup(self, table: Dims, places: Dims) -> Dims:
         return Dims((*places.shape, *table.shape[1:]))
 
-    def windows(self, part: Dims, dim: int, size: int, stride: int, padding: int) -> Dims:
-        own, less = part.shape[dim], size - 2 * padding
+    def windows(self, part: Dims, dim: int, window: Window) -> Dims:
+        own, less = part.shape[dim], window.less
         numbers = isinstance(own, int)
-        out = (own - less) // stride + 1 if numbers else moved_extent(own, less, stride)
-        return Dims((*part.shape[:dim], out, self.number(size), *part.shape[dim + 1 :]))
+        out = (own - less) // window.stride + 1 if numbers else moved_extent(own, window)
+        return Dims((*part.shape[:dim], out, self.number(window.size), *part.shape[dim + 1 :]))
 
 
 def results_of(op: str, algebra: Shapes, args: tuple[Any, ...]) -> tuple[Dims, ...]:

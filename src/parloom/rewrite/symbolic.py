@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
-from parloom.ir.ops.algebra import Names, aligned
+from parloom.ir.ops.algebra import Names, Window, aligned
 from parloom.rewrite.normal_form import (
     FUNCTION,
     INPUT,
@@ -243,23 +243,23 @@ class NormalForms:
 
         return _made((*places.shape, *table.shape[1:]), element)
 
-    def windows(self, part: Symbolic, dim: int, size: int, stride: int, padding: int) -> Symbolic:
+    def windows(self, part: Symbolic, dim: int, by: Window) -> Symbolic:
         over = part.shape[dim]
-        out = moved_extent(over, size - 2 * padding, stride)
-        shape = (*part.shape[:dim], out, places(size), *part.shape[dim + 1 :])
+        shape = (*part.shape[:dim], moved_extent(over, by), places(by.size), *part.shape[dim + 1 :])
 
         def element(cell: Cell) -> Poly:
+            offset = cell[dim + 1] * by.dilation - by.before
             if not any(over):  # a dim of single places
-                place = stride * cell[dim] + cell[dim + 1] - padding
+                place = by.stride * cell[dim] + offset
                 if not 0 <= place < len(over):
                     return {}
                 own = (*cell[:dim], place, *cell[dim + 2 :])
                 return changed(part.elements[own], _moved(part.shape, own, dim + 1, 1))
             own = (*cell[: dim + 1], *cell[dim + 2 :])
-            at = window(stride, cell[dim + 1] - padding, free(dim, 0))
+            at = window(by.stride, offset, free(dim, 0))
             change = {free(dim, 0): at, **_moved(part.shape, own, dim + 1, 1)}
             found = changed(part.elements[own], change)
-            if at == free(dim, 0):
+            if at == free(dim, 0) and by.less > 0:  # no more places than there were
                 return found
             return times(found, one_of((INSIDE, over[0][0], (), (at,), ())))
 
@@ -280,10 +280,11 @@ def _named(names: Sequence[Names], parts: Sequence[Symbolic]) -> dict[str, Dim]:
     return found
 
 
-def moved_extent(size: Dim, less: int, stride: int) -> Dim:
-    """How many places windows have that move over a dim of one digit, or of single places; raises
+def moved_extent(size: Dim, by: Window) -> Dim:
+    """How many windows there are over a dim of one digit, or of single places; raises
     `NotExpressed`.
     """
+    stride, less = by.stride, by.less
     if not any(size):
         return places((len(size) - less) // stride + 1)
     if len(size) != 1 or len(size[0]) != 1:

@@ -56,22 +56,21 @@ class _Leaf:
     def num_bytes(self) -> int:
         return prod(self.held.home) * self.dtype.itemsize
 
-    def collect(self, taken: "dict[int, _Leaf]") -> None:
+    def collect(self, taken: "dict[int, list[_Leaf]]") -> None:
         """Bring the gradient that autograd left in `weight.grad` to its place; `taken` says which
-        leaf collects in a memory.
+        leaves collect in a memory.
         """
         gradient = self.weight.grad
         if gradient is None or gradient is self.place:
             return
         if self.place is None:
             # Of one sum autograd gives both addends the same gradient, in one memory.
-            other = taken.get(memory_of(gradient))
-            if other is not None and other.place is not None:
-                (own,) = apart([gradient], [other.place])
-                assert own is not None, "there is a gradient"
-                gradient = own
+            others = taken.get(memory_of(gradient), ())
+            (own,) = apart([gradient], (other.place for other in others))
+            assert own is not None, "there is a gradient"
+            gradient = own
             self.place = gradient.to(self.dtype)
-            taken[memory_of(self.place)] = self
+            taken.setdefault(memory_of(self.place), []).append(self)
         elif self.filled:
             self.place.add_(gradient)
         else:
@@ -124,7 +123,7 @@ class LeafGradients:
         self._leaves: list[_Leaf] = []
         self._local: list[_Leaf] = []
         self._arrived: list[int] = []
-        self._taken: dict[int, _Leaf] = {}
+        self._taken: dict[int, list[_Leaf]] = {}
         self._buckets: list[_Bucket] | None = None
         self._next = self._passes = 0
         self._last = True

@@ -357,32 +357,39 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
 
 
 class _Joined(torch.autograd.Function):
-    """Rows of several weights as one: in place where they lie one after the other in memory."""
+    """Rows of several tensors as one: `in_place` where they lie one after the other in memory."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, in_place: bool, *parts: Tensor) -> Tensor:
         ctx.rows = [len(part) for part in parts]
-        first, end = parts[0], 0
-        for part in parts:
-            there = part.data_ptr() == first.data_ptr() + end
-            same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            if not (there and same and part.is_contiguous()):
-                return torch.cat(parts)
-            end += part.nbytes
-        shape = (sum(ctx.rows), *first.shape[1:])
-        return first.detach().as_strided(shape, first.stride())
+        if not in_place:
+            return torch.cat(parts)
+        first = parts[0]
+        return first.detach().as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(gradients[0], ctx.rows)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch.split(gradients[0], ctx.rows)
+
+
+def _joined(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
+    """Rows of several tensors as one; `in_place` where the store has laid them so."""
+    whole: Tensor = _Joined.apply(in_place, *parts)  # type: ignore[no-untyped-call]
+    return whole
 
 
 def linears(
-    x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...] | None = None
+    x: Tensor,
+    weights: tuple[Tensor, ...],
+    biases: tuple[Tensor, ...] | None = None,
+    *,
+    in_place: tuple[str, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """`linear(x, w, b)` of each weight and bias, in one product."""
-    whole: Tensor = _Joined.apply(*weights)  # type: ignore[no-untyped-call]
-    bias = None if biases is None else torch.cat(biases)
+    """`linear(x, w, b)` of each weight and bias, in one product; `in_place` names which of them lie
+    one after the other in memory.
+    """
+    whole = _joined(weights, "weights" in in_place)
+    bias = None if biases is None else _joined(biases, "biases" in in_place)
     return torch.split(F.linear(x, whole, bias), [len(weight) for weight in weights], -1)
 
 
@@ -394,10 +401,11 @@ def convs(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
+    in_place: tuple[str, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """Convolutions of one operand with several kernels and biases, as one."""
-    whole: Tensor = _Joined.apply(*weights)  # type: ignore[no-untyped-call]
-    bias = None if biases is None else torch.cat(biases)
+    """Convolutions of one operand with several kernels and biases, as one; see `linears`."""
+    whole = _joined(weights, "weights" in in_place)
+    bias = None if biases is None else _joined(biases, "biases" in in_place)
     convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
     made = convolve(x, whole, bias, stride, padding, dilation)
     return torch.split(made, [len(weight) for weight in weights], -1 - len(stride))

@@ -135,7 +135,8 @@ class Program:
     and handed to every `forward`. `arriving` comes from other stages and `leaving` goes
     there; one stage `has_loss`. `unread` are entries of the planned batch that no pass reads.
     With `by_microbatch` each microbatch is computed by itself, as gradient accumulation does: it
-    has draws of its own and leaves its new buffers to the next.
+    has draws of its own and leaves its new buffers to the next. `adjacent` are parameters whose
+    home shards lie one after the other in one memory, since operators read them as one.
     """
 
     name: str
@@ -155,6 +156,7 @@ class Program:
     groups: tuple[tuple[str, ...], ...] = ()
     prologue: Prologue | None = None
     reduce_dtype: str | None = None
+    adjacent: tuple[tuple[str, ...], ...] = ()
     unread: tuple[str, ...] = ()
 
     def nodes(self, action: str, when: str = "step") -> tuple[StepNode, ...]:

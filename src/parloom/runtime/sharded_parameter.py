@@ -101,6 +101,15 @@ class ShardedParameter:
         """Copy the master to the stored chunk."""
         if self.has_master:
             self.stored.detach().copy_(self.owned.detach())
+        else:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Bring back into its memory a chunk that was given another one (`p.data = ...`)."""
+        if not self.has_master and self.owned.data_ptr() != self.stored.data_ptr():
+            memory = self.stored.detach()
+            memory.copy_(self.owned.detach())
+            self.owned.data = memory
 
 
 def owner_axes(spec: ParameterSpec) -> tuple[str, ...]:
@@ -164,13 +173,23 @@ def home_shard(spec: ParameterSpec, full: Tensor, comm: Comm) -> Tensor:
 
 
 def hold(
-    spec: ParameterSpec, full: Tensor, comm: Comm, device: torch.device, shard: Tensor | None
+    spec: ParameterSpec,
+    full: Tensor,
+    comm: Comm,
+    device: torch.device,
+    *,
+    shard: Tensor | None = None,
+    place: Tensor | None = None,
 ) -> ShardedParameter:
-    """Take over a parameter; `shard` is the memory of the weight's chunk when it is stored so."""
+    """Take over a parameter; `shard` is the memory of the weight's chunk when it is stored so,
+    `place` that of a whole weight that lies beside others.
+    """
     home, axes = local_shape(spec.dims), owner_axes(spec)
     index, parts = comm.mesh.index(axes, comm.rank), comm.mesh.size(axes)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    weight = torch.empty(home, dtype=dtype, device=device) if shard is None else None
+    weight = None
+    if shard is None:
+        weight = torch.empty(home, dtype=dtype, device=device) if place is None else place
     kept = shard if weight is None else weight
     assert kept is not None
     stored, have = kept, spec.storage.weight

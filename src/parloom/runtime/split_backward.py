@@ -26,6 +26,8 @@ from parloom.runtime.saved import Saved, refuse
 
 LEAF, UNIT = "AccumulateGrad", "_WeightsBackward"
 """Behind these nodes are weights: a leaf, and all that a unit gathers (`runtime.units`)."""
+JOINED = "_JoinedBackward"
+"""Weights that an operator reads as one (`runtime.operators`)."""
 
 
 @dataclass(eq=False)
@@ -126,11 +128,13 @@ class _Graph:
         for node in self.order:
             for following, number in self.behind[node]:
                 self._entries.setdefault(following, {})[number] = None
-        # Chains of one operand behind which are weights: casts, transposes, lookups.
+        # Chains of one operand behind which are weights: casts, transposes, lookups; or of several
+        # that are read as one.
         self.chains = set(self.weights)
         for node in reversed(self.order):
             behind = self.behind[node]
-            if len(behind) == 1 and behind[0][0] in self.chains:
+            is_link = len(behind) == 1 or (len(behind) > 1 and _name(node) == JOINED)
+            if is_link and all(following in self.chains for following, _ in behind):
                 self.chains.add(node)
         self.readers = [node for node in self.order if self._reads(node)]
         self.sources: dict[tuple[Node, int], _Source] = {}
@@ -175,12 +179,13 @@ class _Graph:
     def _weights_behind(self, node: Node) -> list[tuple[Node, int]]:
         """The weights that a reader reads, through chains."""
         behind: dict[tuple[Node, int], None] = {}
-        for at, place in self.behind[node]:
-            if at not in self.chains:
-                continue
-            while at not in self.weights:
-                ((at, place),) = self.behind[at]
-            behind[at, place] = None
+        stack = [key for key in reversed(self.behind[node]) if key[0] in self.chains]
+        while stack:
+            at, place = stack.pop()
+            if at in self.weights:
+                behind[at, place] = None
+            else:
+                stack.extend(reversed(self.behind[at]))
         return list(behind)
 
     def early(self) -> list[GradientEdge]:

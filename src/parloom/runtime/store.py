@@ -4,6 +4,7 @@ A weight is an autograd leaf holding its whole home shard, or is stored in chunk
 the unit that uses it. A gradient leaves autograd partial and is reduced in buckets, to its whole or
 to the chunk that the optimizer owns. That chunk lies in the memory of the weight where it can;
 otherwise the step ends with copies, and with gathers where the weight is stored in larger chunks.
+Weights that operators read as one lie one after the other (`runtime.adjacent`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError, VerifyError
+from parloom.runtime import adjacent
 from parloom.runtime.chunked import Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm
@@ -82,10 +84,13 @@ class Store:
         self.buffers = {spec.name: _buffer(spec, source, comm, device) for spec in program.buffers}
         found = partial(_find, source)
         units = _units(program, found, comm, self._pool)
+        adjacent.check_gathered(program, units)
         helds = {held.name: held for unit in units for held in unit.helds}
+        places = adjacent.buffers(program, device)
         for spec in program.parameters:
             if spec.name not in helds:
-                helds[spec.name] = hold(spec, found(spec), comm, device, None)
+                place = places.get(spec.name)
+                helds[spec.name] = hold(spec, found(spec), comm, device, place=place)
         self.helds = {spec.name: helds[spec.name] for spec in program.parameters}
         dtype = program.reduce_dtype
         paths = program.reductions()
@@ -189,6 +194,7 @@ class Store:
         self._outstanding = 0
         self._leaves.begin_step()
         for held in self.helds.values():
+            held.put_back()
             held.owned.grad = held.collected = None
 
     def begin_forward(self) -> None:

@@ -41,7 +41,9 @@ class Flat:
         )
         self.shard = torch.zeros(self.total, dtype=self.dtype, device=pool.device)
         self.helds = [
-            hold(spec, source(spec), comm, pool.device, own.part(self.shard, self.group.index))
+            hold(
+                spec, source(spec), comm, pool.device, shard=own.part(self.shard, self.group.index)
+            )
             for spec, own in zip(specs, self.sections, strict=True)
         ]
         self.pool = pool

@@ -7,10 +7,10 @@ parameters and written values are refused: on parts they would compute something
 whole.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,10 @@ def make_optimizer(
     where it does to a part what it may not (see `Untouched`).
     """
     helds = {name: held for name, (held, _) in owned.items()}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        wholes = {s.name: _whole(helds[s.name]) if s.name in helds else _absent(s) for s in specs}
-    parts = {n: helds[n].owned if n in helds else whole for n, whole in wholes.items()}
-    sharded, mine = _sharded(owned), {name: parts[name] for name in helds}
+    sharded, specs = _sharded(owned), list(specs)
+    wholes = _stand_ins(specs if sharded else [s for s in specs if s.name not in helds], helds)
+    parts = {s.name: helds[s.name].owned if s.name in helds else wholes[s.name] for s in specs}
+    mine = {name: parts[name] for name in helds}
     given = {name: (part, _hooks(part), part.requires_grad) for name, part in mine.items()}
     versions = {name: part._version for name, part in mine.items()}
     optimizer = _of_parts(maker, parts, wholes) if sharded else _of_wholes(maker, parts, mine)
@@ -252,17 +252,24 @@ def _same(left: object, right: object) -> bool:
     return type(left) is type(right) and bool(left == right)
 
 
-def _whole(held: ShardedParameter) -> nn.Parameter:
-    """A stand-in for the whole parameter; made under a fake mode it has no memory."""
-    owned = held.owned
-    empty = torch.empty(held.spec.user_shape, dtype=owned.dtype, device=owned.device)
-    return nn.Parameter(empty, requires_grad=owned.requires_grad)
-
-
-def _absent(spec: ParameterSpec) -> nn.Parameter:
-    """A stand-in for a parameter of another stage."""
-    dtype: torch.dtype = getattr(torch, spec.master_dtype or spec.dtype)
-    return nn.Parameter(torch.empty(spec.user_shape, dtype=dtype), requires_grad=spec.trainable)
+def _stand_ins(
+    specs: Sequence[ParameterSpec], helds: Mapping[str, ShardedParameter]
+) -> dict[str, nn.Parameter]:
+    """Stand-ins for whole parameters of this and of other stages, without memory."""
+    found = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if specs else None
+    for spec in specs:
+        if spec.name in helds:
+            owned = helds[spec.name].owned
+            dtype, device, trained = owned.dtype, owned.device, owned.requires_grad
+        else:
+            dtype = getattr(torch, spec.master_dtype or spec.dtype)
+            device, trained = torch.device("cpu"), spec.trainable
+        # What `nn.Parameter(torch.empty(...))` makes under the mode, which takes ten times as long.
+        fake = FakeTensor(mode, torch.empty(spec.user_shape, dtype=dtype, device="meta"), device)
+        fake._is_param = True
+        found[spec.name] = cast(nn.Parameter, fake.requires_grad_(trained))
+    return found
 
 
 def _sharded(owned: Mapping[str, tuple[ShardedParameter, Part]]) -> str:

@@ -16,6 +16,7 @@ from parloom.cost.tasks import SHARES, Links, picoseconds
 from parloom.cost.walk import Walker
 from parloom.cost.works import Called, Exchange, Work
 from parloom.errors import LayoutError
+from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
 from parloom.ir.layout import local_shape
 from parloom.ir.moves import plan_moves
@@ -185,7 +186,8 @@ def _alone(operator: Operator, choice: Choice, flags: Flags) -> Lowered:
         )
         for index, (value, state) in enumerate(zip(node.results, choice.results, strict=True))
     )  # fmt: skip
-    item = Compute(node, operator.rule, choice.assignment, operands, results)
+    alike = (p for p in operator.adjacent if len({flags[i] for i in operands_at(node, p)}) == 1)
+    item = Compute(node, operator.rule, choice.assignment, operands, results, tuple(alike))
     return Lowered(operands, (item,), results)
 
 

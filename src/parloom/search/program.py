@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import combinations
 
+from parloom.ir.adjacent import joined_parameters
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec, with_operands
 from parloom.ir.layout import Layout
@@ -49,7 +50,8 @@ class Operator:
     `flows` counts its calls by the operands through which gradients flow. `derived`: it makes of
     weights what does not depend on the batch, so that gradients pass it as partial as they come
     (`ir.lower`). `exposed`: they might, because all it has gradients of are weights that several
-    operators read, or derived. `optional`: it may be left out.
+    operators read, or derived. `optional`: it may be left out. `adjacent`: the arguments that are
+    weights which, where they are trained alike, may lie one after the other (`ir.adjacent`).
     """
 
     function: str
@@ -60,6 +62,7 @@ class Operator:
     derived: bool
     exposed: bool
     optional: bool = False
+    adjacent: tuple[int, ...] = ()
 
     @property
     def place(self) -> Place:
@@ -186,7 +189,7 @@ class Program:
             made = tuple(value.spec for value in node.results)
             alike = node.op, node.args, node.kwargs, operator.operands, made, operator.rule
             place = operator.function, operator.node.key
-            found.append(known.setdefault((alike, operator.derived), place))
+            found.append(known.setdefault((alike, operator.derived, operator.adjacent), place))
         return tuple(found)
 
     @cached_property
@@ -336,8 +339,7 @@ class _Folding:
         weights, units = _weights_of(
             self.graph, self.pinned, reads, partial(are_apart, templates, self.forms)
         )
-        found = enumerate(weights)
-        shared = {target: i for i, own in found if own.is_shared for target in own.targets}
+        shared = {t: i for i, own in enumerate(weights) if own.is_shared for t in own.targets}
         operators = tuple(
             self._operator(flat, found) for flat, found in zip(templates, counts, strict=True)
         )
@@ -385,6 +387,7 @@ class _Folding:
             derived,
             bool(flowing) and not derived and several.issuperset(flowing),
             bool(self.forms and (flat.function, flat.node.key) in self.forms.optional),
+            tuple(position for position, _ in joined_parameters(flat, self.inputs)),
         )
 
     def _flows(
@@ -483,8 +486,7 @@ def _weights_of(
         block = len(where) == 1 and where[0][0] != graph.main.name
         unit[name] = where[0] if block else None
         elements[unit[name]] += entry.value.spec.num_elements
-    last = last_reduced(graph)
-    trained = reached(graph)
+    last, trained = last_reduced(graph), reached(graph)
     for entry in entries:
         name = entry.value.name
         alike = Weight(

@@ -62,11 +62,17 @@ def assignment_of(decisions: Decisions, key: str) -> Factors:
 
 
 def operator_ways(
-    factored: Factored, pcg: PCG, walker: Walker, flat: FlatNode, fits: Fits, play: Play
+    factored: Factored,
+    pcg: PCG,
+    walker: Walker,
+    flat: FlatNode,
+    fits: Fits,
+    play: Play,
+    most: int = MOST,
 ) -> Ways:
     """The ways of an operator of `pcg`; `factored` is of its graph.
 
-    Where there are more than `MOST`, the cheapest beside their neighbors as they are are played.
+    Where there are more than `most`, the cheapest beside their neighbors as they are are played.
     """
     graph, decisions = factored.graph, pcg.decisions
     now = assignment_of(decisions, flat.key)
@@ -80,7 +86,7 @@ def operator_ways(
     alone = {axis.name for axis in decisions.mesh.axes if axis.size == 1}  # these split nothing
     ways = (way for way in map(_ordered, found) if alone.isdisjoint(a for _, s in way for a in s))
     others = [way for way in ways if way != now]
-    if len(others) > MOST:
+    if len(others) > most > 0:
         nearby = Nearby(factored, pcg, walker, flat)
         others.sort(key=lambda way: nearby.ps(dict(way)))
 
@@ -88,7 +94,7 @@ def operator_ways(
         kept = tuple(node for node in decisions.nodes if node.key not in set(keys))
         return replace(decisions, nodes=(*kept, *(NodeDecision(key, way) for key in keys)))
 
-    return _played(factored, keys, others, change, fits, play)
+    return _played(factored, keys, others, change, fits, play, most)
 
 
 def parameter_ways(
@@ -128,11 +134,12 @@ def _played(
     change: Callable[[T], Decisions],
     fits: Fits,
     play: Play,
+    most: int = MOST,
 ) -> Ways:
     found: list[Way] = []
     fitting: Way | None = None
     tried = 0
-    for chosen in others[:MOST]:
+    for chosen in others[:most]:
         way = _way(factored, chosen, change(chosen), play)
         if way is None:
             continue

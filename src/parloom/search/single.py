@@ -71,6 +71,9 @@ class Single:
     def assignment(self, prefix: str, node: Node) -> Assignment:
         raise AssertionError("a single operator is given its assignment")
 
+    def adjacent(self, prefix: str, node: Node) -> tuple[int, ...]:
+        return ()
+
     def call(self, call: Call, inputs: tuple[PValue, ...]) -> PFunction:
         raise AssertionError("a single operator calls no block")
 

@@ -5,6 +5,7 @@ are sizes, which are numbers or symbols.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +13,24 @@ T = TypeVar("T")
 Size = Any
 """An extent of a dim: a number, or what an algebra has for one that is not known."""
 Names = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`size` places `dilation` apart, at every `stride`-th place of a dim and of so many zeros
+    `before` and `after` it.
+    """
+
+    size: int
+    stride: int = 1
+    before: int = 0
+    after: int = 0
+    dilation: int = 1
+
+    @property
+    def less(self) -> int:
+        """By how many places, and one, windows at each place are fewer than places of the dim."""
+        return (self.size - 1) * self.dilation + 1 - self.before - self.after
 
 
 class Algebra(Protocol[T]):
@@ -84,10 +103,8 @@ class Algebra(Protocol[T]):
         """Rows of a table, one for each of `places`."""
         ...
 
-    def windows(self, part: T, dim: int, size: int, stride: int, padding: int) -> T:
-        """`size` neighbors of every `stride`-th place along a dim, as a dim behind it; zeros where
-        there are none.
-        """
+    def windows(self, part: T, dim: int, window: Window) -> T:
+        """Windows along a dim, their places as a dim behind it; zeros where there are none."""
         ...
 
 

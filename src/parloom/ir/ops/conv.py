@@ -4,13 +4,13 @@ from collections.abc import Callable
 from math import prod
 
 from parloom.ir.ops import exact
-from parloom.ir.ops.joined import CONVS, joined_biases, joined_bytes, joined_rows, joined_saves
+from parloom.ir.ops.joined import CONVS, JOINS, in_place, joined_biases, joined_rows, joined_saves
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
 
 _SAVED: SavedTensors = (("operand", 0), ("operand", 1))
-Pads = list[tuple[int, int]]
+Pads = tuple[tuple[int, int], ...]
 
 
 def _groups(site: Site) -> int:
@@ -31,14 +31,9 @@ def _geometry(site: Site) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 def _pads(site: Site) -> Pads:
-    """Zeros before and after each spatial dim; the odd one of `same` is after."""
+    """Zeros before and after each spatial dim."""
     kernel, _, dilation = _geometry(site)
-    given = site.arg(4, "padding", 0)
-    if given == "same":
-        both = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        return [(n // 2, n - n // 2) for n in both]
-    padding = (0,) if given == "valid" else site.integers(4, "padding", 0)
-    return [(n, n) for n in spread(padding, len(kernel))]
+    return exact.zeros(site.arg(4, "padding", 0), kernel, dilation)
 
 
 def _slides(site: Site) -> list[Slide]:
@@ -82,7 +77,7 @@ def _emit_joined(e: Emission) -> str:
     _, stride, dilation = _geometry(e.site)
     x, padding = _padded(e)
     settings = f"stride={stride!r}, padding={padding}, dilation={dilation!r}"
-    return f"rt.convs({x}, {e.arg(1)}, {joined_biases(e)}, {settings})"
+    return f"rt.convs({x}, {e.arg(1)}, {joined_biases(e)}, {settings}{in_place(e)})"
 
 
 def _joined_flops(site: Site, rule: Rule) -> float:
@@ -188,7 +183,7 @@ def _halo(slides: Callable[[Site], list[Slide]]) -> Callable[[Site], Halo]:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef(CONVS, _joined_rule, _emit_joined, _joined_flops, 2.0, joined_saves, joined_bytes,
+    OpDef(CONVS, _joined_rule, _emit_joined, _joined_flops, 2.0, joined_saves, joins=JOINS,
           halo=_halo(_slides), exact=exact.convolutions),
     *(
         OpDef(f"conv{n}d", _rule, _emit, _flops, 2.0, _SAVED, halo=_halo(_slides),

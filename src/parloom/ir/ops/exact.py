@@ -11,7 +11,7 @@ from functools import reduce
 from math import isfinite, prod
 from typing import Any
 
-from parloom.ir.ops.algebra import Algebra, Size, aligned
+from parloom.ir.ops.algebra import Algebra, Size, Window, aligned
 
 Results = tuple[Any, ...]
 
@@ -175,27 +175,25 @@ def convolution(spatial: int) -> Exact:
 
     def exact(algebra: Algebra[Any], given: Given) -> Results:
         x, weight, bias = given.arg(0), given.arg(1), given.arg(2, "bias")
-        stride, padding, dilation = (
-            _each(given.arg(position, name, default), spatial)
-            for position, name, default in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
-        )
+        lead = ["b"] * (len(algebra.dims(x)) - spatial - 1)
+        kernel = [algebra.count(size) for size in algebra.dims(weight)[2:]]
+        stride, dilation = _each(given.arg(3, "stride", 1), spatial), _dilation(given, 5, spatial)
+        padding = given.arg(4, "padding", 0)
+        if padding == "same" and set(stride) != {1}:
+            raise NotImplementedError("as many places by strides")
+        x = _windows(algebra, x, kernel, stride, zeros(padding, kernel, dilation), dilation)
         groups = _size(algebra, given.arg(6, "groups", 1))
-        if set(dilation) != {1} or isinstance(given.arg(4, "padding"), str):
-            raise NotImplementedError("dilation, or padding by name")
-        sizes = [algebra.count(size) for size in algebra.dims(weight)[2:]]
-        for i in reversed(range(spatial)):
-            x = algebra.windows(x, 2 + i, sizes[i], stride[i], padding[i])
         places = [f"{what}{i}" for i in range(spatial) for what in "pr"]
-        kernel = [f"r{i}" for i in range(spatial)]
-        to = ["b", "g", "o", *(f"p{i}" for i in range(spatial))]
-        parts = [algebra.apart(x, 1, groups), algebra.apart(weight, 0, groups)]
-        made = algebra.product([["b", "g", "c", *places], ["g", "o", "c", *kernel]], to, parts)
-        batch, _, _, *out = algebra.dims(made)
-        made = algebra.reshape(made, [batch, algebra.dims(weight)[0], *out])
+        inner = [f"r{i}" for i in range(spatial)]
+        to = [*lead, "g", "o", *(f"p{i}" for i in range(spatial))]
+        parts = [algebra.apart(x, len(lead), groups), algebra.apart(weight, 0, groups)]
+        made = algebra.product([[*lead, "g", "c", *places], ["g", "o", "c", *inner]], to, parts)
+        batch, out = algebra.dims(made)[: len(lead)], algebra.dims(made)[len(lead) + 2 :]
+        made = algebra.reshape(made, [*batch, algebra.dims(weight)[0], *out])
         if bias is None:
             return (made,)
         ones = [algebra.fill(Fraction(1), [algebra.one] * spatial)]
-        wide = algebra.product([["o"], kernel], ["o", *kernel], [bias, *ones])
+        wide = algebra.product([["o"], inner], ["o", *inner], [bias, *ones])
         return (algebra.add(made, wide),)
 
     return exact
@@ -207,33 +205,91 @@ def pool(name: str, spatial: int, *, mean: bool) -> Exact:
     def exact(algebra: Algebra[Any], given: Given) -> Results:
         x, size = given.arg(0), _each(given.arg(1, "kernel_size"), spatial)
         stride = _each(given.arg(2, "stride") or size, spatial)
-        padding = _each(given.arg(3, "padding", 0), spatial)
+        pads = zeros(given.arg(3, "padding", 0), size, (1,) * spatial)
+        dilation = (1,) * spatial if mean else _dilation(given, 4, spatial)
         others = (
             [given.arg(4, "ceil_mode", False), not given.arg(5, "count_include_pad", True)]
             if mean
-            else [*padding, set(_each(given.arg(4, "dilation", 1), spatial)) != {1},
-                  given.arg(5, "ceil_mode", False)]
-        )  # fmt: skip
+            else [given.arg(5, "ceil_mode", False)]
+        )
         if any(others) or given.arg(6, "divisor_override") is not None:
-            raise NotImplementedError("windows that are cut off, or places that do not count")
-        lead = len(algebra.dims(x)) - spatial
-        for i in reversed(range(spatial)):
-            x = algebra.windows(x, lead + i, size[i], stride[i], padding[i])
-        places = [lead + 2 * i + 1 for i in range(spatial)]
+            raise NotImplementedError("windows that are cut off, or means of fewer places")
+
+        def moved(part: Any) -> Any:
+            return _windows(algebra, part, size, stride, pads, dilation)
+
         if mean:
-            names = names_of(algebra, x)
-            made = algebra.product(
-                [names], [n for i, n in enumerate(names) if i not in places], [x]
-            )
+            wide = moved(x)
+            lead = len(algebra.dims(x)) - spatial
+            names = names_of(algebra, wide)
+            kept = [*names[:lead], *names[lead::2]]
+            made = algebra.product([names], kept, [wide])
             return (algebra.scale(made, Fraction(1, prod(size))),)
-        parts = [x]
-        for place, count in zip(places, size, strict=True):
-            single = [algebra.number(1)] * count
-            parts = [own for part in parts for own in algebra.split(part, place, single)]
-        kept = [own for i, own in enumerate(algebra.dims(x)) if i not in places]
-        return (algebra.opaque(name, *(algebra.reshape(part, kept) for part in parts)),)
+        parts = _places(algebra, moved(x), size)
+        if any(before or after for before, after in pads):  # places outside do not count
+            ones = algebra.fill(Fraction(1), algebra.dims(x))
+            parts += _places(algebra, moved(ones), size)
+            return (algebra.opaque(f"{name} of those inside", *parts),)
+        return (algebra.opaque(name, *parts),)
 
     return exact
+
+
+def pool_to_one(spatial: int) -> Exact:
+    """The mean of an image, which adaptive means are where they are one."""
+
+    def exact(algebra: Algebra[Any], given: Given) -> Results:
+        if set(_each(given.arg(1, "output_size"), spatial)) != {1}:
+            raise NotImplementedError("windows of sizes that differ")
+        dims = tuple(range(-spatial, 0))
+        return total(mean=True)(algebra, Given((given.arg(0), dims, True)))
+
+    return exact
+
+
+def zeros(
+    padding: Any, kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Zeros before and after each spatial dim, by numbers or by name: the odd one of `same` is
+    after. Raises `NotImplementedError`.
+    """
+    if padding == "same":
+        both = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return tuple((n // 2, n - n // 2) for n in both)
+    if isinstance(padding, str) and padding != "valid":
+        raise NotImplementedError(f"padding {padding}")
+    return tuple((n, n) for n in _each(0 if padding == "valid" else padding, len(kernel)))
+
+
+def _windows(
+    algebra: Algebra[Any],
+    part: Any,
+    size: Sequence[int],
+    stride: Sequence[int],
+    pads: Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+) -> Any:
+    """Windows over the last dims, each with its places behind it."""
+    lead = len(algebra.dims(part)) - len(size)
+    for i in reversed(range(len(size))):
+        window = Window(size[i], stride[i], *pads[i], dilation[i])
+        part = algebra.windows(part, lead + i, window)
+    return part
+
+
+def _places(algebra: Algebra[Any], part: Any, size: Sequence[int]) -> list[Any]:
+    """The places of windows of a size, each as a tensor of its own."""
+    parts, sizes = [part], algebra.dims(part)
+    lead = len(sizes) - 2 * len(size)
+    for i, count in enumerate(size):
+        single = [algebra.number(1)] * count
+        parts = [own for part in parts for own in algebra.split(part, lead + 2 * i + 1, single)]
+    kept = [*sizes[:lead], *sizes[lead::2]]
+    return [algebra.reshape(part, kept) for part in parts]
+
+
+def _dilation(given: Given, position: int, spatial: int) -> tuple[int, ...]:
+    return _each(given.arg(position, "dilation", 1), spatial)
 
 
 # Sums of elements.

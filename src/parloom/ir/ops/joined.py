@@ -11,6 +11,9 @@ from parloom.ir.ops.opdef import Emission, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Site
 
 LINEARS, CONVS = "parloom.linears", "parloom.convs"
+WEIGHTS, BIASES = 1, 2
+JOINS = (WEIGHTS, BIASES)
+NAMES = {WEIGHTS: "weights", BIASES: "biases"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,12 @@ def joined_biases(e: Emission) -> str:
     return f"({', '.join(map(e.once, biases))},)" if isinstance(biases, tuple) else "None"
 
 
+def in_place(e: Emission) -> str:
+    """Code that says what is read where it lies."""
+    found = tuple(NAMES[position] for position in e.adjacent)
+    return f", in_place={found!r}" if found else ""
+
+
 def joined_saves(site: Site) -> SavedTensors:
     """The operand and all weights."""
     return tuple(("operand", i) for i in range(1 + num_weights(site)))
-
-
-def joined_bytes(site: Site, fused: bool) -> float:
-    """The weights as one, which the backward pass reads."""
-    return sum(weight.num_bytes for weight in site.operands[1 : 1 + num_weights(site)])

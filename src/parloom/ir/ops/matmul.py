@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from parloom.ir.ops import exact
 from parloom.ir.ops.joined import (
+    JOINS,
     LINEARS,
+    in_place,
     joined_biases,
-    joined_bytes,
     joined_rows,
     joined_saves,
 )
@@ -44,7 +45,7 @@ def _linears_rule(site: Site) -> Rule:
 
 
 def _linears(e: Emission) -> str:
-    return f"rt.linears({e.arg(0)}, {e.arg(1)}, {joined_biases(e)})"
+    return f"rt.linears({e.arg(0)}, {e.arg(1)}, {joined_biases(e)}{in_place(e)})"
 
 
 def _linears_flops(site: Site, rule: Rule) -> float:
@@ -165,7 +166,7 @@ OPS: tuple[OpDef, ...] = (
             ("baddbmm", "b m k", "b k n", "b m n"), ("addbmm", "b m k", "b k n", "m n"),
         )
     ),
-    OpDef(LINEARS, _linears_rule, _linears, _linears_flops, 2.0, joined_saves, joined_bytes,
+    OpDef(LINEARS, _linears_rule, _linears, _linears_flops, 2.0, joined_saves, joins=JOINS,
           exact=exact.linears),
     OpDef("mm", einsum("m k, k n -> m n"), "torch.mm", contraction_flops, 2.0, INPUTS,
           exact=exact.matmul),

@@ -51,7 +51,8 @@ class Emission:
 
     `names` maps operand values to Python expressions; `key` is an expression for the operator's
     name at run time (it differs between calls of a block function); layouts are those the rule
-    requires and produces, so every local size is derived, never matched.
+    requires and produces, so every local size is derived, never matched. `adjacent` are the
+    arguments whose tensors lie one after the other in memory.
     """
 
     site: Site
@@ -63,6 +64,7 @@ class Emission:
     operand_layouts: tuple[Layout, ...]
     result_layouts: tuple[Layout, ...]
     halo: tuple[tuple[int, int], ...] = ()
+    adjacent: tuple[int, ...] = ()
 
     def arg(self, position: int, name: str = "", default: Arg = None) -> str:
         """Code of one argument."""
@@ -112,9 +114,7 @@ class Emission:
 
     def axes_missing(self, index: int) -> tuple[str, ...]:
         """Axes in use whose factor operand `index` lacks and every result lacks (contracted)."""
-        have = {f for dims in self.rule.results for dim in dims for f in dim}
-        have |= {f for dim in self.rule.operands[index] for f in dim}
-        return tuple(a for f, axes in self.assignment.items() if f not in have for a in axes)
+        return self.rule.contracted(index, self.assignment)
 
     def axes_of(self, factor: str) -> tuple[str, ...]:
         """Axes on a factor of the entry's rule, whether or not it was cut into parts."""
@@ -182,7 +182,8 @@ class OpDef:
     told whether kernels are fused (GPUs) or not (CPUs);
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded, or
     always where there is nothing to `emit`;
-    `halo` the border rows that operand 0 needs per halo factor; `view` a result that shares its
+    `halo` the border rows that operand 0 needs per halo factor; `joins` the arguments (by position)
+    whose tensors it reads as one; `view` a result that shares its
     operand's memory; `linear` where the result is linear in the first operand ("first"), in either
     of two ("either") or in all together ("joint"), so that partial sums may pass through; "carried"
     is "first" where they always do, and the gradients of the other operands become partial;
@@ -204,6 +205,7 @@ class OpDef:
     lies_in: Own | None = None
     expand: Callable[[Site, frozenset[str]], Function] | None = None
     halo: Callable[[Site], Mapping[str, tuple[int, int, int]]] | None = None
+    joins: tuple[int, ...] = ()
     view: bool = False
     random: bool = False
     differentiable: bool = True

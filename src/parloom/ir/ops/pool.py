@@ -162,7 +162,8 @@ def _entries(n: int) -> tuple[OpDef, ...]:
               exact=exact.pool("max", n, mean=False)),
         OpDef(f"avg_pool{n}d", *windows, _X, halo=_halo(n),
               exact=exact.pool("mean", n, mean=True)),
-        OpDef(f"adaptive_avg_pool{n}d", _adaptive_rule(n), _adaptive(n), saved=_adaptive_saves),
+        OpDef(f"adaptive_avg_pool{n}d", _adaptive_rule(n), _adaptive(n), saved=_adaptive_saves,
+              exact=exact.pool_to_one(n)),
         OpDef(f"adaptive_max_pool{n}d", _whole(n), f"torch.ops.aten.adaptive_max_pool{n}d",
               saved=(*_X, ("result", 1))),
     )  # fmt: skip

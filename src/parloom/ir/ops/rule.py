@@ -173,6 +173,11 @@ class Rule:
         """Axes over which the gradient of operand `index` leaves the operator partial."""
         return _missing(self.operands[index], assignment)
 
+    def contracted(self, index: int, assignment: Assignment) -> tuple[str, ...]:
+        """Axes over which results are partial sums in which operand `index` counts once."""
+        have = {f for dims in (*self.results, self.operands[index]) for dim in dims for f in dim}
+        return tuple(a for f, axes in assignment.items() if f not in have for a in axes)
+
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> "Rule":
         """The rule with factors cut into parts (outermost first), named `n0`, `n1`, ..."""
         names = {f: tuple(f"{f}{i}" for i in range(len(p))) for f, p in parts.items() if len(p) > 1}

@@ -1,0 +1,76 @@
+"""The flags and arguments of the `parloom` command that several verbs share, or that are long."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parloom.arguments import METHODS
+from parloom.search.pins import NO_REWRITE
+
+
+class Objective(StrEnum):
+    """What the search makes small."""
+
+    TIME = "time"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+class Dtype(StrEnum):
+    """The floating-point type of parameters and activations."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Details, and tracebacks of errors.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="zoo:NAME, a Hugging Face config.json, folder or Hub id, pkg.module:factory, "
+        "file.py:factory, or a .pt2 file.",
+    ),
+]
+Method = Annotated[
+    str, typer.Option(help=f"{', '.join(METHODS)}, or a plan file to take decisions from.")
+]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Memory to use per device, as 70GB.")
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
+]
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+PIN = (
+    "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
+    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
+)
+FORBID = "No plan that holds this; written like --pin."
+SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
+DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
+NO_REWRITES = f"Compute all values as the model does; the same as --forbid '{NO_REWRITE}'."
+BUDGET = "End the search after so many solved programs and simulated steps."
+RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
+CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
+THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
+TO = "slurm, k8s, skypilot, ray or torchrun."
+SCRIPT = "As python would take it; default: train.py."
+TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
+GAP = "Exit 6 where the step is more than this share above its bound, as 0.2."
+Calibrated = Annotated[
+    Path | None, typer.Option(metavar="F", help="Measured rates, as `parloom calibrate` writes.")
+]
+Plans = Annotated[
+    list[Path], typer.Argument(metavar="PLAN...", help="Plan files or their folders.")
+]
+RunLog = Annotated[
+    Path | None, typer.Option("--run", metavar="LOG", help="The log of a run of the first plan.")
+]

@@ -1,0 +1,139 @@
+"""Before a job trains: whether its ranks are those of the plan, told once for all of them.
+
+Ranks that somebody else's torchrun started meet in its store before they import the script: each
+says which plan it has and where it is, rank 0 compares, and all go on or end.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from importlib.metadata import version
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from parloom.cost.clusters import load_cluster, short_name
+from parloom.errors import LaunchError
+from parloom.ir.plan import DEVICES, Plan
+from parloom.ir.plan_json import plan_hash
+
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+TIMEOUT = timedelta(minutes=5)
+FINE = "fine"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank says of itself: its plan and version, and its node of the job."""
+
+    rank: int
+    plan: str
+    version: str
+    host: str
+    node: int
+    on_node: int
+
+
+def check_ranks(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `LaunchError` on rank 0, and end the others with its exit code, where this job has not
+    the plan's ranks, some have another plan, or a node has not the devices that are neighbors.
+
+    Where the launcher has no store that ranks may meet in, each rank counts them for itself.
+    """
+    if environment.get(AGENT) != "True":
+        check_world_size(plan, int(environment["WORLD_SIZE"]))
+        return
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = PrefixStore("parloom/startup", _agent_store(environment))
+    own = Place(
+        rank,
+        plan_hash(plan),
+        version("parloom"),
+        socket.gethostname(),
+        int(environment.get("GROUP_RANK", "0")),
+        int(environment.get("LOCAL_WORLD_SIZE", "1")),
+    )
+    # A job that torchrun starts again has the keys of its first attempt.
+    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store.set(f"{attempt}/{rank}", json.dumps(asdict(own)))
+    if rank == 0:
+        told = (json.loads(store.get(f"{attempt}/{other}")) for other in range(size))
+        why = mismatch(plan, [Place(**fields) for fields in told])
+        store.set(f"{attempt}/verdict", why or FINE)
+        if why:
+            raise LaunchError(why)
+    elif store.get(f"{attempt}/verdict").decode() != FINE:
+        raise SystemExit(LaunchError.exit_code)
+
+
+def check_world_size(plan: Plan, world_size: int) -> None:
+    """Raise `LaunchError` unless the plan was made for that many ranks."""
+    ranks, devices = plan.decisions.num_ranks, load_cluster(plan.cluster).num_devices
+    if world_size == ranks:
+        return
+    name = short_name(plan.cluster)
+    where = name if ranks == devices else f"of the {devices} of {name}"
+    kept = tuple(c for c in plan.constraints if not c.text.startswith(DEVICES))
+    other = replace(plan, constraints=kept, cluster="...").command()
+    if ranks < world_size == devices:  # all of the cluster's ranks were started
+        asked = "FILE" if plan.cluster.startswith("{") else plan.cluster
+        other = replace(plan, constraints=kept, cluster=asked).command()
+        other = f"{other} {DEVICES}{world_size}"
+    raise LaunchError(
+        f"the plan is for {ranks} ranks ({where}) and this job has {world_size}; start {ranks}"
+        f" processes, or plan for {world_size}: {other}"
+    )
+
+
+def _agent_store(environment: Mapping[str, str]) -> TCPStore:
+    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    return TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+
+
+def mismatch(plan: Plan, places: Sequence[Place]) -> str:
+    """Why these ranks cannot run `plan`, with the first that differs; empty where they can."""
+    try:
+        check_world_size(plan, len(places))
+    except LaunchError as error:
+        return str(error)
+    first = places[0]
+    for other in places:
+        if other.plan != first.plan:
+            return (
+                f"{_where(other)} has plan {other.plan}, and {_where(first)} {first.plan}: give all"
+                " nodes the same plan file"
+            )
+        if other.version != first.version:
+            return (
+                f"{_where(other)} has parloom {other.version}, and {_where(first)} {first.version}:"
+                " install one version on all nodes"
+            )
+    nodes = dict.fromkeys(place.node for place in places)
+    size = devices_of_a_node(plan)
+    if len(nodes) == 1 or size is None:
+        return ""
+    for start in range(0, len(places), size):
+        own = places[start : start + size]
+        if len({place.node for place in own}) > 1 or own[0].on_node != len(own):
+            return (
+                f"the plan takes ranks {start} to {start + len(own) - 1} to be on one node of"
+                f" {size}; here {_where(own[0])} has {own[0].on_node} and {_where(own[-1])} comes"
+                f" next: start {size} processes on each node"
+            )
+    return ""
+
+
+def devices_of_a_node(plan: Plan) -> int | None:
+    """How many devices share a host; None for a mixed cluster, and where that is not known."""
+    cluster = load_cluster(plan.cluster)
+    if cluster.parts:
+        return None
+    if cluster.host is not None:
+        return cluster.host.num_devices
+    return cluster.levels[0].size if len(cluster.levels) > 1 else cluster.num_devices
+
+
+def _where(place: Place) -> str:
+    return f"rank {place.rank} (node {place.node}, {place.host})"

@@ -1,0 +1,96 @@
+"""Launch files: the plan's ranks as a job of Slurm, Kubernetes, SkyPilot, Ray or plain torchrun.
+
+All of them start torchrun, or its equal, on every node, with the plan's ranks in its order, and
+`parloom run` in each rank, which compares them before the script begins (`execute.startup`).
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from types import MappingProxyType
+
+from jinja2 import Environment, StrictUndefined
+
+from parloom.cost.clusters import load_cluster
+from parloom.errors import InputError
+from parloom.execute.startup import devices_of_a_node
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_hash
+
+TEMPLATES = files("parloom.export").joinpath("templates")
+TARGETS = MappingProxyType(
+    {
+        "slurm": "train.sbatch",
+        "k8s": "trainjob.yaml",
+        "skypilot": "sky.yaml",
+        "ray": "ray_train.py",
+        "torchrun": "torchrun.sh",
+    }
+)
+"""The launchers, and the file of each."""
+# Sizes of memory that SkyPilot names, where a device comes with several.
+SIZES = frozenset({("A100", "80GB"), ("V100", "32GB")})
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all launchers need to know; `arguments` are the script and its own."""
+
+    plan: str
+    hash: str
+    arguments: tuple[str, ...]
+    nodes: int
+    per_node: int
+    backend: str
+    device: str
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def script(self) -> str:
+        """As a shell reads it."""
+        return shlex.join(self.arguments)
+
+    @property
+    def accelerator(self) -> str:
+        """What SkyPilot calls the device: H100, A100-80GB."""
+        kind, *more = self.device.split("-")
+        sizes = [size for size in more if (kind, size) in SIZES]
+        return "-".join([kind, *sizes])
+
+
+def job_of(plan: Plan, path: str, script: Sequence[str]) -> Job:
+    """The job of a plan at `path`. Raises `InputError` where nodes would be unequal."""
+    cluster, ranks = load_cluster(plan.cluster), plan.decisions.num_ranks
+    size = devices_of_a_node(plan)
+    if size is None:
+        raise InputError(
+            f"{cluster.name} has nodes of several kinds, for which no launch file is written: start"
+            " torchrun on each, with its ranks in the plan's order"
+        )
+    per_node = min(size, ranks)
+    if ranks % per_node:
+        raise InputError(f"{ranks} ranks do not divide over nodes of {per_node} devices")
+    return Job(
+        path,
+        plan_hash(plan),
+        tuple(script),
+        ranks // per_node,
+        per_node,
+        cluster.backend,
+        cluster.device.name,
+    )
+
+
+def launch_file(target: str, job: Job) -> tuple[str, str]:
+    """The name and the text of a launch file."""
+    name = TARGETS[target]
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["quoted"] = shlex.quote
+    text = TEMPLATES.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
+    return name, environment.from_string(text).render(job=job)

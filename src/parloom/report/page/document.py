@@ -1,0 +1,149 @@
+"""All that a report shows, as one JSON document: what its page is drawn from."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from parloom.ir.factors import factorize, site_of
+from parloom.ir.graph import Call, Graph, Node
+from parloom.ir.ops import OPS
+from parloom.ir.plan_json import ranks_text
+from parloom.ir.text import parse_graph
+from parloom.report.case import Case, Step
+from parloom.report.explain import bound_words
+from parloom.report.page.cards import cards
+from parloom.report.page.graph import graph_view
+from parloom.report.page.network import network_view
+from parloom.report.page.sides import Side
+from parloom.report.page.steps import memory_view, steps_view
+from parloom.report.rewrites import rewrites_explained
+from parloom.report.versus import headline, versus
+from parloom.report.words import constraint_lines, device_words, memory_limit, title_words, words
+
+Document = dict[str, Any]
+Say = Callable[[str], None]
+FORMAT, VERSION = "parloom.report", 1
+
+
+def report_document(sides: Sequence[Side], say: Say) -> Document:
+    """The report of one plan, or of several beside each other."""
+    first = sides[0]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "plans": [_plan(side, say) for side in sides],
+        "differences": [_versus(first.step, side.step, side.path) for side in sides[1:]],
+    }
+
+
+def _plan(side: Side, say: Say) -> Document:
+    plan, step, graph, cases = side.plan, side.step, side.graph(), side.cases()
+    say(f"{side.path}: model, devices, step and memory")
+    return {
+        "path": side.path,
+        "title": title_words(plan, step.cluster),
+        "model": plan.source.spec,
+        "summary": _summary(side, graph),
+        "words": list(words(parse_graph(plan.graph), plan.decisions, step.cluster)),
+        "bound_by": bound_words(step) if isinstance(step, Case) else "",
+        "constraints": list(constraint_lines(plan)),
+        "assumptions": list(plan.assumptions),
+        "notes": [*plan.notes, *filter(None, (step.warning,)), *step.source.notes],
+        "command": plan.command(),
+        "causes": [
+            {"what": c.what, "transfer": c.transfer, "level": c.level, "ps": ps}
+            for c, ps in sorted(step.ledger.by_cause().items(), key=lambda own: (-own[1], own[0]))
+        ],
+        "graph": graph_view(graph, cases),
+        "cards": cards(side, say),
+        "network": network_view(side),
+        "steps": steps_view(side),
+        "memory": memory_view(side),
+        "alternatives": [
+            {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
+            for a in plan.alternatives
+        ],
+        "why_not": [_versus(step, other, name) for name, other in side.others.items()],
+        "rewrites": list(rewrites_explained(step, side.play)) if isinstance(step, Case) else [],
+        "stages": _stages(side),
+    }
+
+
+def _summary(side: Side, graph: Graph) -> Document:
+    plan, step = side.plan, side.step
+    step_s, price = step.timeline.step_s, step.cluster.price_per_hour
+    low, high = step.source.band(step_s)
+    flops = model_flops(parse_graph(plan.graph))
+    rate = step.cluster.device.rate(_dtype(graph)) * plan.decisions.num_ranks
+    return {
+        "step_s": step_s,
+        "band_s": [low, high],
+        "source": step.source.name,
+        "bound_s": plan.bound_s,
+        "gap": plan.gap,
+        "solver_gap": plan.solver_gap,
+        "peak_bytes": step.timeline.peak_bytes,
+        "limit_bytes": memory_limit(plan, step.cluster.device.memory_bytes),
+        "devices": device_words(step.cluster),
+        "num_devices": plan.decisions.num_ranks,
+        "cluster": step.cluster.name,
+        "method": plan.method,
+        "num_microbatches": plan.decisions.num_microbatches,
+        "schedule": plan.decisions.schedule if len(plan.decisions.stages) > 1 else "",
+        "price_per_hour": price,
+        "price_per_step": None if price is None else price * step_s / 3600,
+        "model_flops": flops,
+        "mfu": flops / (step_s * rate) if step_s and rate else None,
+        "samples": _samples(graph),
+    }
+
+
+def model_flops(graph: Graph) -> float:
+    """Floating-point operations of a step as the model states it: forward and backward, with
+    nothing computed again (as PaLM counts MFU: Chowdhery et al., 2022, appendix B).
+    """
+    factored, calls = factorize(graph), Counter[str]()
+    calls.update(item.function for item in graph.main.body if isinstance(item, Call))
+    calls[graph.main.name] = 1
+    total = 0.0
+    for function in (graph.main, *graph.functions):
+        specs = function.specs()
+        for node in (item for item in function.body if isinstance(item, Node)):
+            op, rule = OPS[node.op], factored.rule(function.name, node)
+            passes = 1 + op.backward_ratio * op.differentiable
+            total += calls[function.name] * passes * op.flops(site_of(node, specs), rule)
+    return total
+
+
+def _dtype(graph: Graph) -> str:
+    """In which most of the parameters are."""
+    sizes = Counter[str]()
+    for entry in graph.of_kind("parameter"):
+        sizes[entry.value.spec.dtype] += entry.value.spec.num_elements
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
+
+
+def _samples(graph: Graph) -> int | None:
+    """Samples of a batch: the first dim of its first tensor."""
+    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
+    return next((shape[0] for shape in shapes if shape), None)
+
+
+def _stages(side: Side) -> list[Document]:
+    decisions = side.plan.decisions
+    if len(decisions.stages) == 1:
+        return []
+    return [
+        {
+            "items": list(stage.items),
+            "devices": ranks_text(stage.devices),
+            "microbatches": list(stage.microbatches),
+            "at_once": stage.at_once,
+        }
+        for stage in decisions.stages
+    ]
+
+
+def _versus(step: Step, other: Step, name: str) -> Document:
+    found = versus(step, other, name)
+    return found | {"headline": headline(found)}

@@ -1,0 +1,148 @@
+"""The model as a folded graph: each block kind once, its operators with their layout and time."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from parloom.cost.ledger import MAIN
+from parloom.ir.graph import Call, Function, Graph, Node
+from parloom.report.case import Case
+from parloom.report.explain import PS
+
+Document = dict[str, Any]
+# More nodes than a layered drawing shows: a module of a function is one node then.
+MOST_NODES = 400
+
+
+def graph_view(graph: Graph, cases: Sequence[Case]) -> Document:
+    """Functions with nodes and edges; times are of a step, in seconds, summed over all stages and
+    calls of a block kind; shares are of all of these together.
+    """
+    times = operator_times(cases)
+    kinds = Counter(item.function for item in graph.main.body if isinstance(item, Call))
+    whole = sum(map(sum, times.values())) or 1
+    splits = _splits(cases)
+    functions = (graph.main, *(f for f in graph.functions if kinds[f.name]))
+    return {
+        "whole_s": whole / PS,
+        "functions": [
+            _function(graph, own, kinds[own.name] or 1, times, splits, whole) for own in functions
+        ],
+    }
+
+
+def operator_times(cases: Sequence[Case]) -> Mapping[tuple[str, str], tuple[int, int]]:
+    """Picoseconds that operators compute and that values move for them, by place and key."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for case in cases:
+        for place, functions in case.variants.items():
+            for function in functions:
+                for share in case.shares[function.name]:
+                    ps = case.runs[function.name].ps(share)
+                    found[place, share.key][share.moves is not None] += ps
+    return {place: (computed, moved) for place, (computed, moved) in found.items()}
+
+
+def _splits(cases: Sequence[Case]) -> Mapping[tuple[str, str], Mapping[str, str]]:
+    """What each mesh axis splits of an operator."""
+    return {
+        place: {axis: ", ".join(what for what, _ in c.most_common()) for axis, c in axes.items()}
+        for case in cases
+        for place, axes in case.splits.items()
+    }
+
+
+def _function(
+    graph: Graph,
+    function: Function,
+    calls: int,
+    times: Mapping[tuple[str, str], tuple[int, int]],
+    splits: Mapping[tuple[str, str], Mapping[str, str]],
+    whole_ps: int,
+) -> Document:
+    place = MAIN if function is graph.main else function.name
+    items = list(_items(function))
+    nodes, owners = list[Document](), dict[str, int]()
+    for index, (item, count, results) in enumerate(items):
+        owners |= dict.fromkeys(results, index)
+        nodes.append(
+            _operator(
+                item,
+                times.get((place, item.key), (0, 0)),
+                splits.get((place, item.key), {}),
+                whole_ps,
+            )
+            if isinstance(item, Node)
+            else _call(item, count, times, whole_ps)
+        )
+    edges = Counter[tuple[int, int]]()
+    for index, (item, _, _) in enumerate(items):
+        for name in item.refs if isinstance(item, Node) else item.args:
+            if name in owners and owners[name] != index:
+                edges[owners[name], index] += 1
+    prefixes = [
+        i.prefix for i in graph.main.body if isinstance(i, Call) and i.function == function.name
+    ]
+    return {
+        "name": place,
+        "calls": calls,
+        "first": prefixes[0] if prefixes else "",
+        "nodes": nodes,
+        "edges": [list(edge) for edge in edges],
+    }
+
+
+def _items(function: Function) -> Iterator[tuple[Node | Call, int, tuple[str, ...]]]:
+    """Operators, and calls of one block kind one after the other as one, with their results."""
+    run: list[Call] = []
+    for item in (*function.body, None):
+        if isinstance(item, Call) and (not run or _follows(run[-1], item)):
+            run.append(item)
+            continue
+        if run:
+            yield run[0], len(run), tuple(v.name for call in run for v in call.results)
+            run = []
+        if isinstance(item, Call):
+            run = [item]
+        elif item is not None:
+            yield item, 1, tuple(value.name for value in item.results)
+
+
+def _follows(before: Call, call: Call) -> bool:
+    made = {value.name for value in before.results}
+    return before.function == call.function and not made.isdisjoint(call.args)
+
+
+def _operator(
+    node: Node, times: tuple[int, int], splits: Mapping[str, str], whole_ps: int
+) -> Document:
+    value = node.results[0] if node.results else None
+    return {
+        "key": node.key,
+        "module": node.path,
+        "op": node.op.removeprefix("parloom."),
+        "source": node.source,
+        "shape": f"{value.spec.dtype}{list(value.spec.shape)}" if value else "",
+        "own_s": times[0] / PS,
+        "moving_s": times[1] / PS,
+        "share": sum(times) / whole_ps,
+        "splits": dict(splits),
+    }
+
+
+def _call(
+    call: Call, count: int, times: Mapping[tuple[str, str], tuple[int, int]], whole_ps: int
+) -> Document:
+    own = [found for (place, _), found in times.items() if place == call.function]
+    return {
+        "key": call.prefix,
+        "module": call.prefix,
+        "op": f"{call.function} x {count}" if count > 1 else call.function,
+        "function": call.function,
+        "source": "",
+        "shape": f"{call.results[0].spec.dtype}{list(call.results[0].spec.shape)}",
+        "own_s": sum(computed for computed, _ in own) / PS,
+        "moving_s": sum(moved for _, moved in own) / PS,
+        "share": sum(map(sum, own)) / whole_ps,
+        "splits": {},
+    }

@@ -1,0 +1,83 @@
+"""Answers to `parloom report`: plans as one page that needs no network."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from parloom.cost.timeline import Timeline
+from parloom.errors import ParloomError
+from parloom.execute.files import read_plan, write_atomic
+from parloom.execute.log import last_observed
+from parloom.execute.machine import machine_of
+from parloom.explain import Say, case_of, check_comparable, other_plan
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_hash
+from parloom.report.case import Case, PipelineCase
+from parloom.report.observed import observed_timeline
+from parloom.report.page.document import report_document
+from parloom.report.page.html import page
+from parloom.report.page.sides import Side
+
+# Rules of thumb that every plan is compared with.
+OTHERS = ("data_parallel", "fsdp", "megatron")
+
+
+def report(
+    paths: Sequence[str | Path],
+    *,
+    run: str | Path | None = None,
+    calibration: str | Path | None = None,
+    progress: Say = lambda text: None,
+) -> dict[str, Any]:
+    """What a page shows of the plans at `paths`, the first beside the others; `run` is the log of a
+    run of the first, whose last observed step is drawn beside the predicted one.
+
+    Raises `InputError` for what is no plan or log, and `FingerprintError` for plans of several
+    models.
+    """
+    plans = [read_plan(Path(path)) for path in paths]
+    for path, plan in zip(paths, plans, strict=True):
+        check_comparable(plans[0], plan, str(path))
+    sides = [
+        _side(plan, str(path), run if index == 0 else None, calibration, progress)
+        for index, (path, plan) in enumerate(zip(paths, plans, strict=True))
+    ]
+    return report_document(sides, progress)
+
+
+def write_page(document: dict[str, Any], out: Path) -> Path:
+    """The page of a report: one HTML file that needs no network."""
+    return write_atomic(out, page(document))
+
+
+def _side(
+    plan: Plan,
+    path: str,
+    run: str | Path | None,
+    calibration: str | Path | None,
+    say: Say,
+) -> Side:
+    machine = machine_of(plan, calibration)
+    play = partial(machine.simulate, optimizer=plan.optimizer)
+    others = dict(_others(plan, calibration, say))
+    observed = _observed(plan, Path(run)) if run is not None else None
+    return Side(path, case_of(plan, calibration), play, others, observed)
+
+
+def _others(
+    plan: Plan, calibration: str | Path | None, say: Say
+) -> Iterator[tuple[str, Case | PipelineCase]]:
+    """The plans of rules of thumb, whether or not they fit."""
+    for method in OTHERS:
+        if plan.method != method:
+            say(f"plan by {method}, to compare with")
+            try:
+                yield method, case_of(other_plan(plan, method, calibration, say), calibration)
+            except ParloomError as error:  # a rule of thumb has no plan of every model
+                say(f"{method}: {error}")
+
+
+def _observed(plan: Plan, log: Path) -> tuple[int, Timeline]:
+    found = last_observed(log, plan_hash(plan))
+    return found[0].step, observed_timeline([own.actions for own in found])

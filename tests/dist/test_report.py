@@ -1,0 +1,70 @@
+"""`parloom report` as a command: the page it writes, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from parloom import cli
+
+PLAN = ["plan", "zoo:mlp", "--cluster", "2xA100-80GB", "--method", "data_parallel"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("plans")
+    assert cli.main([*PLAN, "--out", str(found / "one")]) == 0
+    assert cli.main([*PLAN[:-1], "fsdp", "--out", str(found / "two")]) == 0
+    assert cli.main([*PLAN, "--batch", "16", "--out", str(found / "other")]) == 0
+    return found
+
+
+def test_a_page_of_two_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "both.html"
+    given = ["report", str(folder / "one"), str(folder / "two"), "--out", str(out)]
+    assert cli.main(given) == 0
+    assert capsys.readouterr().out.startswith(f"report {out}: ")
+    text = out.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert text.count("<h1>") == 2
+
+
+def test_its_document(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(folder / "one"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["format"], document["version"]) == ("parloom.report", 1)
+    (plan,) = document["plans"]
+    assert {other["versus"]["name"] for other in plan["why_not"]} == {"fsdp", "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["missing"], 2, "missing"),
+        (["one", "other"], 5, "other is a plan of zoo:mlp"),
+        (["one", "--out", "one"], 2, "cannot write"),
+        (["one", "--run", "one/plan.json"], 2, "is no record of a run"),
+    ],
+)
+def test_what_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    assert cli.main(["report", *arguments]) == code
+    assert words in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_log_of_another_plan_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps({"plan_hash": "0" * 16}) + "\n")
+    assert cli.main(["report", str(folder / "one"), "--run", str(log)]) == 2
+    assert "has no run of this plan" in capsys.readouterr().err

@@ -1,0 +1,202 @@
+"""The page of a report: its sums, names that are no markup, and the program that was built."""
+
+import base64
+import gzip
+import hashlib
+import json
+import random
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from parloom.comparators.baselines import fsdp, megatron
+from parloom.cost.timeline import Slice
+from parloom.ir.graph import Graph, Node
+from parloom.ir.mesh import Mesh
+from parloom.ir.plan import Decisions
+from parloom.report.page.document import Document, model_flops
+from parloom.report.page.html import ASSETS, page
+from parloom.report.page.network import _neighbors, _shifted
+from parloom.report.page.steps import _fewer
+from tests.unit.explained import case_of
+from tests.unit.graphs import stack
+from tests.unit.pages import CLUSTER, document_of, side_of
+
+GRAPH = stack(3)
+WEB = Path(__file__).parents[2] / "web"
+
+
+def tensor_parallel(graph: Graph = GRAPH) -> Decisions:
+    return next(p for p in megatron(graph, CLUSTER) if p.mesh["tensor"].size == 4)
+
+
+@pytest.fixture(scope="module")
+def document() -> Document:
+    (other,) = fsdp(GRAPH, CLUSTER)
+    others = {"fsdp": case_of(GRAPH, CLUSTER, other, "fsdp")}
+    return document_of(side_of(GRAPH, tensor_parallel(), others))
+
+
+def unpacked(text: str) -> Document:
+    """The document of a page, as a browser reads it."""
+    (packed,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    found: Document = json.loads(gzip.decompress(base64.b64decode(json.loads(packed)["gzip"])))
+    return found
+
+
+def test_a_page_has_all_of_its_document(document: Document) -> None:
+    text = page(document)
+    assert unpacked(text) == json.loads(json.dumps(document))
+    assert len(text) < 2_000_000
+
+
+def test_times_add_up(document: Document) -> None:
+    (plan,) = document["plans"]
+    step_ps = plan["steps"]["step_ps"]
+    assert sum(cause["ps"] for cause in plan["causes"]) == step_ps
+    (other,) = plan["why_not"]
+    assert sum(cause["difference_ps"] for cause in other["causes"]) == other["difference_ps"]
+    assert sum(row["difference_bytes"] for row in other["memory"]) == (
+        other["versus"]["peak_bytes"] - other["plan"]["peak_bytes"]
+    )
+    for process in plan["memory"]["processes"]:
+        assert sum(process["at_peak"].values()) == process["peak_bytes"]
+        together = map(sum, zip(*process["lines"], strict=True))
+        assert max(together) >= process["peak_bytes"]
+    nodes = [(own, node) for own in plan["graph"]["functions"] for node in own["nodes"]]
+    flat = sum(n["own_s"] + n["moving_s"] for _, n in nodes if "function" not in n)
+    assert flat <= plan["graph"]["whole_s"] * (1 + 1e-9)
+    for process in plan["steps"]["processes"]:
+        for track in process["tracks"]:
+            for start, length, name, kind in track["slices"]:
+                assert 0 <= start <= start + length <= step_ps
+                assert max(name, kind) < len(plan["steps"]["words"])
+
+
+def test_every_operator_has_a_card(document: Document) -> None:
+    (plan,) = document["plans"]
+    wanted = {
+        f"{own['name']}|{node['key']}"
+        for own in plan["graph"]["functions"]
+        for node in own["nodes"]
+        if "function" not in node
+    }
+    assert wanted == plan["cards"].keys()
+    assert any(card["runners_up"] for card in plan["cards"].values())
+
+
+def test_edges_go_to_nodes_of_their_block(document: Document) -> None:
+    (plan,) = document["plans"]
+    main, block = plan["graph"]["functions"]
+    assert (main["name"], block["calls"]) == ("main", 3)
+    for own in (main, block):
+        ends = {end for edge in own["edges"] for end in edge}
+        assert ends <= set(range(len(own["nodes"])))
+    assert any(node.get("function") == block["name"] for node in main["nodes"])
+
+
+def test_names_are_no_markup() -> None:
+    name = "<img src=x onerror=alert(1)></script><b>&quot;"
+    body = tuple(
+        replace(item, source=name) if isinstance(item, Node) else item for item in GRAPH.main.body
+    )
+    graph = replace(GRAPH, main=replace(GRAPH.main, body=body))
+    side = side_of(graph, tensor_parallel(graph), path=name)
+    spec = replace(side.plan.source, spec=name)
+    step = replace(side.step, plan=replace(side.plan, source=spec))
+    text = page(document_of(replace(side, step=step)))
+    assert "<img" not in text
+    assert unpacked(text)["plans"][0]["model"] == name
+    assert "&lt;img src=x" in text  # in the summary without JavaScript
+
+
+def test_nothing_but_the_program_may_run(document: Document) -> None:
+    text = page(document)
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.S)
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert len(scripts) == 1
+    assert f"'sha256-{digest}'" in policy
+    assert not re.search(r'(?:src|href)="(?!#)', text.replace(scripts[0], ""))
+
+
+def test_traffic_is_what_collectives_send(document: Document) -> None:
+    (plan,) = document["plans"]
+    network = plan["network"]
+    levels = {level["name"] for level in network["levels"]}
+    sent = sum(row["bytes"] for row in network["collectives"] if row["level"] in levels)
+    matrix = network["traffic"]["bytes"]
+    assert len(matrix) == 8
+    assert sum(map(sum, matrix)) == pytest.approx(8 * sent, rel=1e-3)
+    assert all(row[index] == 0 for index, row in enumerate(matrix))
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 1000])
+def test_of_many_slices_neighbors_are_one(most: int) -> None:
+    rng = random.Random(most)
+    parts, now = list[Slice](), 0
+    for index in range(500):
+        now += rng.choice([0, 0, 5, 1000])
+        parts.append(
+            Slice(0, "compute", f"op{index}", rng.choice("ab"), now, now + rng.randint(1, 99))
+        )
+        now = parts[-1].end_ps
+    fewer = _fewer(parts, most)
+    assert len(fewer) <= max(most, 1)
+    assert len(fewer) >= min(most, 500) // 8
+    assert (fewer[0].start_ps, fewer[-1].end_ps) == (parts[0].start_ps, parts[-1].end_ps)
+    assert all(one.end_ps <= other.start_ps for one, other in pairwise(fewer))
+    if most >= 500:
+        assert list(fewer) == parts
+
+
+@pytest.mark.parametrize(
+    ("total", "levels", "size"),
+    [(8, [8], 1), (64, [8, 8], 1), (72, [8, 9], 2), (1024, [8, 128], 16), (16384, [8, 2048], 256)],
+)
+def test_rows_of_traffic_are_neighbors(total: int, levels: list[int], size: int) -> None:
+    assert _neighbors(total, levels) == size
+
+
+@pytest.mark.parametrize("names", [("data",), ("tensor",), ("data", "tensor")])
+def test_rings_go_around_the_devices_of_an_axis(names: tuple[str, ...]) -> None:
+    mesh: Mesh = tensor_parallel().mesh
+    others = [axis.name for axis in mesh.axes if axis.name not in names]
+    ranks, seen = list(range(mesh.num_ranks)), set[int]()
+    at = 0
+    for _ in range(mesh.size(names)):
+        seen.add(at)
+        there = int(_shifted(mesh, names, 1)[at])
+        assert all(mesh[o].coordinate(there) == mesh[o].coordinate(at) for o in others)
+        at = there
+    assert at == 0
+    assert len(seen) == mesh.size(names)
+    assert sorted(_shifted(mesh, names, 1)) == ranks
+
+
+def test_model_flops_are_three_times_those_of_products() -> None:
+    products = sum(
+        2 * spec.num_elements * weight.shape[1]
+        for flat in GRAPH.flat()
+        if flat.node.op == "linear"
+        for spec in (flat.node.results[0].spec,)
+        for weight in (GRAPH.by_name.get(flat.function, GRAPH.main).specs()[flat.node.refs[1]],)
+    )
+    assert 3 * products <= model_flops(GRAPH) < 3.5 * products
+
+
+def test_the_program_was_built_from_these_sources() -> None:
+    """`npm run build` in web/ writes it; its first line has the hash of what it was built from."""
+    digest = hashlib.sha256()
+    sources = sorted(p for p in (WEB / "src").rglob("*") if p.is_file())
+    first = ("package.json", "package-lock.json", "build.mjs")
+    for file in (*(WEB / name for name in first), *sources):
+        digest.update(file.read_bytes())
+    built = ASSETS.joinpath("report.js").read_text(encoding="utf-8").partition("\n")[0]
+    assert built == f"// sources {digest.hexdigest()}"
+    style = ASSETS.joinpath("report.css").read_text(encoding="utf-8")
+    assert style == (WEB / "src/report.css").read_text(encoding="utf-8")

@@ -1,0 +1,57 @@
+const TIMES: [number, string][] = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
+const SIZES: [number, string][] = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
+const COUNTS: [number, string][] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+
+function digits(value: number): string {
+  const size = Math.abs(value);
+  return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2).replace(/\.0+$/, "");
+}
+
+function scaled(value: number, units: [number, string][], last: string): string {
+  for (const [unit, name] of units) {
+    if (Math.abs(value) >= unit) return `${digits(value / unit)} ${name}`;
+  }
+  return `${digits(value)} ${last}`;
+}
+
+/** `3.21 ms`. */
+export function seconds(value: number): string {
+  if (value === 0) return "0 s";
+  return Math.abs(value) < 1e-9 ? `${digits(value * 1e12)} ps` : scaled(value, TIMES, "s");
+}
+
+export function picoseconds(value: number): string {
+  return seconds(value / 1e12);
+}
+
+/** `3.21 GiB`. */
+export function bytes(value: number): string {
+  return scaled(value, SIZES, "B");
+}
+
+export function count(value: number): string {
+  return scaled(value, COUNTS, "").trim();
+}
+
+export function rate(value: number): string {
+  return `${scaled(value, [[1e12, "TB/s"], [1e9, "GB/s"], [1e6, "MB/s"]], "B/s")}`;
+}
+
+export function percent(value: number): string {
+  return `${(100 * value).toFixed(1)}%`;
+}
+
+/** `+3.2 ms`, `-80 us`. */
+export function signed(text: (value: number) => string, value: number): string {
+  return `${value < 0 ? "-" : "+"}${text(Math.abs(value))}`;
+}
+
+export function dollars(value: number): string {
+  return `$${value.toPrecision(3).replace(/e.*/, "") && Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 8 })}`;
+}
+
+/** `waiting for gradients all_reduce (NVLink)`. */
+export function cause(found: { what: string; transfer: string; level: string }): string {
+  if (!found.transfer) return found.what;
+  return `${found.what} for ${found.transfer}${found.level ? ` (${found.level})` : ""}`;
+}

@@ -1,0 +1,81 @@
+import type { Card, Grid, Plan, Tensor } from "../data";
+import { details, h, table, type Cell } from "../dom";
+import { bytes, cause, count, percent, picoseconds, seconds, signed } from "../format";
+import type { Selection } from "../select";
+
+/** A panel with all that is known of an operator that is selected in one of the plans. */
+export function cardPanel(plans: Plan[], selections: Selection[]): HTMLElement {
+  const panel = h("aside", { class: "card", hidden: true, "aria-label": "Selected operator", tabindex: "-1" });
+  let last: Element | null = null;
+  function close(): void {
+    panel.hidden = true;
+    if (last instanceof HTMLElement) last.focus();
+  }
+  panel.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") close();
+  });
+  selections.forEach((selection, index) =>
+    selection.follow((id) => {
+      const card = plans[index]!.cards[id];
+      if (card === undefined) return;
+      last = document.activeElement;
+      const button = h("button", { type: "button", class: "close", click: close, "aria-label": "Close" }, "×");
+      const path = plans.length > 1 ? [h("p", { class: "path" }, plans[index]!.path)] : [];
+      panel.replaceChildren(button, ...path, ...cardOf(card));
+      panel.hidden = false;
+      panel.focus();
+    }),
+  );
+  return panel;
+}
+
+function cardOf(card: Card): HTMLElement[] {
+  const alike = card.alike.length > 1 ? `, as ${card.alike.length - 1} more` : "";
+  const splits = Object.entries(card.splits).map(([axis, what]) => `axis ${axis} splits ${what}`);
+  const parts = [
+    h("h2", {}, card.name),
+    h("p", {}, `${card.op}${card.source ? `, ${card.source}` : ""}; in ${card.place}${alike}; ${card.runs_a_step} forward pass${card.runs_a_step > 1 ? "es" : ""} a step`),
+    h("p", {}, splits.join("; ") || "Nothing of it is split."),
+    h("p", {}, `${count(card.flops)}FLOP in a forward pass on one device; bound by ${card.bound_by}; all alike: ${seconds(card.alike_s)} a step`),
+    h("h3", {}, "Layouts"),
+    ...card.operands.map((tensor) => tensorOf(tensor, `reads ${tensor.name} from ${tensor.from ?? ""}`)),
+    ...card.results.map((tensor) => tensorOf(tensor, `makes ${tensor.name}`)),
+    table(
+      "What one call costs",
+      ["term", "forward", "backward", "a step", "bytes sent or moved"],
+      card.terms.map((term) => [
+        `${term.what}${term.of ? ` of ${term.of}` : ""}${term.axes.length ? ` over ${term.axes.join(", ")}` : ""}${term.level ? ` (${term.level})` : ""}`,
+        seconds(term.forward_s),
+        seconds(term.backward_s),
+        seconds(term.step_s),
+        term.bytes ? bytes(term.bytes) : "",
+      ]),
+    ),
+  ];
+  if (card.runners_up.length) {
+    const rows: Cell[][] = card.runners_up.map((way) => [
+      Object.entries(way.splits).map(([axis, what]) => `${axis}: ${what}`).join("; ") || "not split",
+      `${signed(picoseconds, way.difference_ps)} (${signed(percent, way.difference_ps / 1e12 / (way.step_s - way.difference_ps / 1e12))})`,
+      cause(way.why),
+      bytes(way.peak_bytes),
+      way.fits ? "yes" : "no",
+    ]);
+    parts.push(table(`Next best of ${card.ways} ways; ${card.ways_tried} were simulated`, ["way", "step", "most of all", "peak", "fits"], rows));
+  } else {
+    parts.push(h("p", {}, card.ways ? `It could be split in ${card.ways} other ways; parloom explain PLAN '${card.name}' prices them.` : "It has no other way."));
+  }
+  return parts;
+}
+
+function tensorOf(tensor: Tensor, title: string): HTMLElement {
+  const partial = tensor.partial.length ? `; partial over ${tensor.partial.join(", ")}` : "";
+  const words = `${tensor.dtype}[${tensor.shape.join(", ")}] lies as ${tensor.layout}, [${tensor.local_shape.join(", ")}] on each device${partial}`;
+  return details(title, h("p", {}, words), gridOf(tensor.grid, tensor.name));
+}
+
+/** Which devices hold which slice. */
+export function gridOf(grid: Grid, name: string): HTMLElement {
+  const rows: Cell[][] = grid.rows.map((row, index) => [row, ...grid.devices[index]!]);
+  const head = grid.columns.length ? grid.columns : ["devices"];
+  return table(`Devices that hold each slice of ${name}`, ["slice", ...head], rows);
+}

@@ -1,0 +1,68 @@
+import { Chart, ink } from "../chart";
+import type { Memory, Plan } from "../data";
+import { choice, h, table, type Cell } from "../dom";
+import { bytes, percent, seconds } from "../format";
+
+/** Memory over the step by component, and the largest tensors. */
+export function memory(plan: Plan): HTMLElement[] {
+  const own = plan.memory;
+  let shown = own.processes.reduce((best, process, index) => (process.peak_bytes > own.processes[best]!.peak_bytes ? index : best), 0);
+  const make = () => option(own, shown);
+  const largest = h("div", {});
+  const chart = new Chart("Memory over the step", 340, make, peaks(own));
+  function show(index: number): void {
+    shown = index;
+    largest.replaceChildren(largestOf(own, index));
+    chart.change(make);
+  }
+  largest.append(largestOf(own, shown));
+  const which = choice("devices", own.processes.map((process) => `${process.name}, ${bytes(process.peak_bytes)}`), show);
+  which.querySelector("select")!.value = String(shown);
+  const at = [own.during.module, own.during.operator].filter(Boolean).join("").replace("::", ":");
+  const words = `Most is held while ${own.during.action || "the step begins"}${at ? ` runs ${at}` : ""}. Times of a device are drawn in ${own.processes[0]!.lines[0]!.length} equal parts of the step; each has the most of its part.`;
+  const left = own.left_out ? [h("p", {}, `${own.left_out} more groups of devices hold less.`)] : [];
+  return [h("p", {}, words), ...left, h("div", { class: "controls" }, which), chart.element, largest];
+}
+
+function option(own: Memory, index: number) {
+  const process = own.processes[index]!;
+  const { text, faint } = ink();
+  const columns = process.lines[0]!.length;
+  const limit = { yAxis: own.limit_bytes, label: { formatter: `limit ${bytes(own.limit_bytes)}`, color: text, position: "insideEndTop" } };
+  const isNear = process.peak_bytes > own.limit_bytes / 3;
+  return {
+    grid: { left: 84, right: 24, top: 44, bottom: 36 },
+    legend: { top: 0, textStyle: { color: text } },
+    xAxis: { type: "category", boundaryGap: false, data: [...Array(columns).keys()].map((i) => seconds((own.step_s * i) / columns)), axisLabel: { color: text } },
+    yAxis: { type: "value", axisLabel: { formatter: bytes, color: text }, splitLine: { lineStyle: { color: faint } } },
+    tooltip: { trigger: "axis", valueFormatter: (value: number) => bytes(value) },
+    series: own.components.flatMap((name, row) =>
+      process.lines[row]!.some((value) => value > 0)
+        ? [{ name, type: "line", stack: "all", step: "end", symbol: "none", lineStyle: { width: 0 }, areaStyle: { opacity: 0.85 }, data: process.lines[row]!, markLine: row === 0 && isNear ? { symbol: "none", silent: true, data: [limit] } : undefined }]
+        : [],
+    ),
+  };
+}
+
+function peaks(own: Memory): HTMLElement {
+  const components = own.components.filter((name) => own.processes.some((process) => process.at_peak[name]));
+  const rows: Cell[][] = own.processes.map((process) => [
+    process.name,
+    ...components.map((name) => ({ value: bytes(process.at_peak[name] ?? 0), share: (process.at_peak[name] ?? 0) / process.peak_bytes })),
+    bytes(process.peak_bytes),
+    percent(process.peak_bytes / own.limit_bytes),
+  ]);
+  return table("Memory at the peak of each group of devices", ["devices", ...components, "together", "of the limit"], rows);
+}
+
+function largestOf(own: Memory, index: number): HTMLElement {
+  const process = own.processes[index]!;
+  const rows: Cell[][] = process.largest.map((held) => [
+    held.name,
+    held.component,
+    String(held.count),
+    { value: bytes(held.bytes), share: held.bytes / process.peak_bytes },
+    percent(held.bytes / process.peak_bytes),
+  ]);
+  return table("Largest tensors of these devices", ["tensor", "component", "how many", "together", "of the peak"], rows);
+}

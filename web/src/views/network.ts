@@ -1,0 +1,98 @@
+import { Chart, ink, isDark } from "../chart";
+import type { Network, Plan } from "../data";
+import { h, table, type Cell } from "../dom";
+import { bytes, percent, rate, seconds } from "../format";
+
+/** Mesh axes on the topology, and the load of each level of links. */
+export function devices(plan: Plan): HTMLElement[] {
+  const own = plan.network;
+  const levels: Cell[][] = [...own.levels].reverse().map((level) => [
+    level.name,
+    `${level.size}, ${level.fabric.replace("_", " ")}${level.oversubscription > 1 ? `, oversubscribed ${level.oversubscription}:1` : ""}`,
+    rate(level.bytes_per_s),
+    seconds(level.busy_s),
+    { value: percent(level.share), share: level.share },
+  ]);
+  const axes: Cell[][] = own.groups.flatMap((group) =>
+    group.axes.map((axis) => [
+      `${group.name}: axis ${axis.axis}`,
+      String(axis.size),
+      axis.levels.join(", ") || "none",
+      splitsOf(plan, axis.axis),
+    ]),
+  );
+  return [
+    h("p", {}, `${own.devices}.`),
+    topology(own),
+    table("Levels of the topology, the slowest first", ["level", "joins", "a device sends at most", "busy in a step", "share of the step"], levels),
+    table("Axes of the mesh: levels that they cross, and the most frequent splits", ["axis", "devices", "levels", "splits"], axes),
+  ];
+}
+
+function splitsOf(plan: Plan, axis: string): string {
+  const found = new Map<string, number>();
+  for (const own of plan.graph.functions) {
+    for (const node of own.nodes) {
+      const what = node.splits[axis];
+      if (what !== undefined) found.set(what, (found.get(what) ?? 0) + node.share);
+    }
+  }
+  const sorted = [...found].sort((a, b) => b[1] - a[1]).slice(0, 3);
+  return sorted.map(([what, share]) => `${what} (${percent(share)})`).join(", ") || "nothing";
+}
+
+/** Levels as boxes in each other, the innermost ones drawn once. */
+function topology(own: Network): HTMLElement {
+  let inner = h("div", { class: "box device" }, "device");
+  for (const level of own.levels) {
+    if (level.size < 2) continue;
+    const label = h("div", { class: "label" }, `${level.size} over ${level.name}: links busy for ${percent(level.share)} of the step`);
+    const load = h("div", { class: "load", "aria-hidden": "true" });
+    load.style.setProperty("--share", percent(Math.min(1, level.share)));
+    const some = h("div", { class: "row" }, inner, h("div", { class: "times" }, `× ${level.size}`));
+    inner = h("div", { class: "box" }, label, load, some);
+  }
+  return h("div", { class: "topology" }, inner);
+}
+
+/** Who sends to whom, and by which collective. */
+export function traffic(plan: Plan): HTMLElement[] {
+  const own = plan.network;
+  const matrix = own.traffic.bytes;
+  const size = own.traffic.devices_a_row;
+  const names = matrix.map((_, row) => (size > 1 ? `${row * size}-${(row + 1) * size - 1}` : String(row)));
+  const pairs = matrix.flatMap((row, source) => row.map((sent, target) => ({ source, target, sent })));
+  const largest = pairs.filter((pair) => pair.sent > 0).sort((a, b) => b.sent - a.sent).slice(0, 40);
+  const data = table("Largest flows between devices in a step", ["from", "to", "bytes"], largest.map((pair) => [names[pair.source]!, names[pair.target]!, bytes(pair.sent)]));
+  const most = Math.max(1, ...pairs.map((pair) => pair.sent));
+  const make = () => {
+    const { text, surface } = ink();
+    const strong = isDark() ? "#e67828" : "#be4600";
+    const axis = { type: "category", data: names, axisLabel: { color: text, hideOverlap: true }, splitArea: { show: false } };
+    return {
+      grid: { left: 90, right: 24, top: 40, bottom: 70 },
+      xAxis: { ...axis, name: "to", position: "top", nameTextStyle: { color: text } },
+      yAxis: { ...axis, name: "from", inverse: true, nameTextStyle: { color: text } },
+      visualMap: { min: 0, max: most, calculable: true, orient: "horizontal", left: "center", bottom: 4, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (value: number) => bytes(value) },
+      tooltip: { formatter: (params: { value: [number, number, number] }) => `${names[params.value[1]]} to ${names[params.value[0]]}\n${bytes(params.value[2])} a step` },
+      series: [{ type: "heatmap", progressive: 0, data: pairs.map((pair) => [pair.target, pair.source, pair.sent]) }],
+    };
+  };
+  const chart = new Chart("Traffic between devices", Math.min(620, 180 + 28 * matrix.length), make, data);
+  const sums = new Map<string, number[]>();
+  for (const sent of own.collectives) {
+    const key = [sent.transfer, sent.axes, sent.level].join("|");
+    const found = sums.get(key) ?? [0, 0, 0, 0];
+    sums.set(key, [found[0]! + sent.count, found[1]! + sent.bytes, found[2]! + sent.s, found[3]! + sent.waited_s]);
+  }
+  const rows: Cell[][] = [...sums].sort((a, b) => b[1][1]! - a[1][1]!).map(([key, found]) => {
+    const [transfer, axes, level] = key.split("|") as [string, string, string];
+    return [transfer, axes.replaceAll("+", ", "), level, String(found[0]), bytes(found[1]!), seconds(found[2]!), seconds(found[3]!)];
+  });
+  const each = size > 1 ? `A row is ${size} neighboring devices. ` : "";
+  return [
+    h("p", {}, `${each}A collective is drawn as a ring along its axes, an all_to_all as equal parts to all others.`),
+    chart.element,
+    table("Collectives of a step, of one device of each group", ["collective", "over axes", "level", "how many", "bytes sent", "time", "waited for"], rows),
+  ];
+}

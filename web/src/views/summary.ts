@@ -1,0 +1,51 @@
+import type { Plan } from "../data";
+import { h, list, table } from "../dom";
+import { bytes, cause, count, dollars, percent, picoseconds, seconds } from "../format";
+
+const SOURCES: Record<string, string> = {
+  spec: "from data sheets, not calibrated",
+  calibrated: "from rates that were measured",
+};
+
+/** What was decided, in words, with the step, its band, money and memory. */
+export function summary(plan: Plan): HTMLElement[] {
+  const own = plan.summary;
+  const facts: [string, string, string][] = [
+    ["step time", seconds(own.step_s), `likely ${seconds(own.band_s[0])} to ${seconds(own.band_s[1])}, ${SOURCES[own.source] ?? own.source}`],
+    ["peak memory", bytes(own.peak_bytes), `of ${bytes(own.limit_bytes)} on each device (${percent(own.peak_bytes / own.limit_bytes)})`],
+    ["devices", String(own.num_devices), `${own.devices}; ${own.cluster}`],
+  ];
+  if (own.bound_s !== null) {
+    facts.push(["no plan is below", seconds(own.bound_s), own.gap === null ? "" : `the plan is ${percent(own.gap)} above this bound`]);
+  }
+  if (own.mfu !== null) {
+    facts.push(["model FLOP utilization", percent(own.mfu), `${count(own.model_flops)}FLOP of the model in a step, of the devices' peak`]);
+  }
+  if (own.price_per_step !== null && own.price_per_hour !== null) {
+    facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for the cluster`]);
+  }
+  if (own.samples !== null) {
+    facts.push(["samples a second", count(own.samples / own.step_s), `${own.samples} samples a step, ${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""}${own.schedule ? `, schedule ${own.schedule}` : ""}`]);
+  }
+  const cards = facts.map(([name, value, more]) =>
+    h("div", { class: "fact" }, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", {}, more))),
+  );
+  const whole = own.step_s * 1e12;
+  const parts: HTMLElement[] = [h("dl", { class: "facts" }, ...cards), h("h3", {}, "Decided"), list(plan.words)];
+  if (plan.bound_by) parts.push(h("p", {}, `${plan.bound_by[0]!.toUpperCase()}${plan.bound_by.slice(1)}.`));
+  parts.push(
+    table(
+      "Where the step goes",
+      ["cause", "time", "share"],
+      plan.causes.filter((row) => row.ps > 0).map((row) => [
+        cause(row),
+        picoseconds(row.ps),
+        { value: percent(row.ps / whole), share: row.ps / whole },
+      ]),
+    ),
+  );
+  if (plan.constraints.length) parts.push(h("h3", {}, "Asked for, and its price"), list(plan.constraints));
+  if (plan.notes.length) parts.push(h("h3", {}, "Notes"), list(plan.notes));
+  parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), h("p", {}, "Made by ", h("code", {}, plan.command)));
+  return parts;
+}
