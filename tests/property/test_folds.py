@@ -10,11 +10,12 @@ from torch import Tensor
 from parloom.errors import InputError
 from parloom.execute.reference import evaluate
 from parloom.ir.graph import Graph
-from parloom.ir.text import parse_graph
+from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.alternatives import alternatives, with_few_rules
 from parloom.rewrite.folds import NORM, SCALE, SHIFT, folds
 from parloom.rewrite.rewrites import derived
+from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import counterexample, prove, rule
 from parloom.rewrite.take import Take, parse_take
 
@@ -33,6 +34,9 @@ LAYERS: Mapping[str, Layer] = {
                        "conv2d(x, w, None, (1, 1), (1, 1), (1, 1), 6)", "4, 6, 7, 8"),
     "a volume": ("2, 3, 4, 5, 3", "4, 3, 1, 2, 1", "conv3d(x, w, None, (1, 2, 1))",
                  "2, 4, 4, 2, 3"),
+    "places apart": ("4, 6, 9", "5, 6, 3", "conv1d(x, w, c, (1,), (0,), (2,))", "4, 5, 5"),
+    "zeros by name": ("4, 6, 7, 8", "5, 6, 2, 3", 'conv2d(x, w, None, (1, 1), "same", (1, 2))',
+                      "4, 5, 7, 8"),
 }  # fmt: skip
 NORMS = {
     "a norm": ("g, d, m, v", "False, 0.1, 1e-05"),
@@ -134,8 +138,10 @@ def test_all_rules_are_proved_and_have_no_counterexample(layer: str) -> None:
     graphs.append(behind_map(LAYERS[layer], ""))
     found = [own for graph in graphs for own in folds(graph.main)]
     assert {own.id for own in found} == {NORM, SCALE, SHIFT}
+    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
     for own in found:
         assert prove(own) == ""
+        assert axioms.prove_by_axioms(own) == ""
         assert not any(counterexample(own, seed) for seed in range(3))
 
 
@@ -153,12 +159,18 @@ def test_norms_of_the_batch_are_not() -> None:
     assert prove(rule("own", inputs, [text], [text])).startswith("no normal form")
 
 
-def test_dilated_convolutions_are_not() -> None:
-    """Normal forms do not express them."""
-    layer = "4, 6, 9", "5, 6, 3", "conv1d(x, w, None, (1,), (0,), (2,))", "4, 5, 5"
-    graph = behind_norm(layer, NORMS["a norm"])
-    assert all(prove(own) for own in folds(graph.main))
-    assert not list(alternatives(graph, graph.main))
+@pytest.mark.parametrize("dtype", NARROW)
+def test_in_16_bits_what_makes_larger_errors_is_not(dtype: str) -> None:
+    """The gradients of means and variances have such."""
+    layer = LAYERS["a product with a bias"]
+    wide = behind_norm(layer, NORMS["a norm"]), behind_map(layer, "")
+    norm, scaled = (parse_graph(print_graph(own).replace("float64", dtype)) for own in wide)
+    assert not any(may_round(own, dtype) for own in folds(norm.main) if own.id == NORM)
+    with pytest.raises(InputError, match=f"twice as large by {NORM} in {dtype}"):
+        derived(norm, [str(folded(wide[0], {NORM}))])
+    with pytest.raises(AssertionError, match="nothing is folded"):
+        folded(norm, {NORM})
+    assert derived(scaled, [str(folded(scaled, {SCALE, SHIFT}))])
 
 
 INPUTS = "x[b, k, p], w[n, k, 1 + 1], c[n], g[n], d[n], m[n], v[n]"
@@ -178,7 +190,8 @@ WRONG = {
 
 def test_a_right_rule_is_proved() -> None:
     own = rule("own", INPUTS, [LEFT], [RIGHT])
-    assert prove(own) == ""
+    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
+    assert prove(own) == axioms.prove_by_axioms(own) == ""
     assert not any(counterexample(own, seed) for seed in range(5))
 
 
@@ -187,7 +200,9 @@ def test_wrong_rules_are_refused_and_have_a_counterexample(name: str) -> None:
     old, new = WRONG[name]
     assert old in RIGHT
     own = rule("own", INPUTS, [LEFT], [RIGHT.replace(old, new)])
+    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
     assert prove(own)
+    assert axioms.prove_by_axioms(own).startswith("Z3 says")
     assert any(counterexample(own, seed) for seed in range(5))
 
 

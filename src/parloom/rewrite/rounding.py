@@ -25,10 +25,9 @@ from parloom.rewrite.terms import evaluate, size_in
 
 # How many times as large an error a rule may make.
 MOST_TIMES = 2.0
-# Extents of a draw: all alike, or one of them long and the others small; less for tensors of more
-# dims than the first number.
-MANY = 3
-MIDDLE, SMALL, LONG = (20, 9), (6, 5), (256, 64)
+# Extents of a draw: all alike, or one of them long and the others small. Of tensors of three dims
+# at most, of four, and of more.
+MIDDLE, SMALL, LONG = (20, 9, 6), (6, 5, 4), (256, 64, 32)
 # Draws of each shape, of which every other one is of numbers of one sign.
 DRAWS = 12
 Round = Callable[[Floats], Floats]
@@ -120,10 +119,11 @@ def relative_square(one: Floats, exact: Floats) -> float:
 
 def shapes_of(rule: Rule) -> Iterator[Mapping[str, int]]:
     """Sizes of draws; `*` stands for one dim."""
-    names, many = names_at(rule, 1), max(len(own.sizes) for own in rule.inputs) > MANY
-    yield dict.fromkeys(names, MIDDLE[many])
+    names, rank = names_at(rule, 1), max(len(own.sizes) for own in rule.inputs)
+    at = min(max(rank - 3, 0), len(MIDDLE) - 1)
+    yield dict.fromkeys(names, MIDDLE[at])
     for name in names:
-        yield {**dict.fromkeys(names, SMALL[many]), name: LONG[many]}
+        yield {**dict.fromkeys(names, SMALL[at]), name: LONG[at]}
 
 
 def drawn(rule: Rule, sizes: Mapping[str, int], dtype: str, seed: tuple[int, int]) -> Drawn:
