@@ -12,12 +12,13 @@ from parloom.execute.reference import evaluate
 from parloom.ir.graph import Graph
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.alternatives import alternatives, with_few_rules
+from parloom.rewrite.alternatives import alternatives, replaced, with_few_rules
 from parloom.rewrite.folds import NORM, SCALE, SHIFT, folds
 from parloom.rewrite.rewrites import derived
 from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import counterexample, prove, rule
 from parloom.rewrite.take import Take, parse_take
+from parloom.rewrite.trained import Trained
 
 Layer = tuple[str, str, str, str]
 # The shapes of the input and of the weight, the call, and the shape of its result.
@@ -171,6 +172,50 @@ def test_in_16_bits_what_makes_larger_errors_is_not(dtype: str) -> None:
     with pytest.raises(AssertionError, match="nothing is folded"):
         folded(norm, {NORM})
     assert derived(scaled, [str(folded(scaled, {SCALE, SHIFT}))])
+
+
+def trains_more(graph: Graph, take: Take, *frozen: str) -> bool:
+    """Whether a way makes more gradients of weights, where some are frozen."""
+    inputs = tuple(
+        replace(e, trainable=e.trainable and e.target not in frozen) for e in graph.inputs
+    )
+    graph = replace(graph, inputs=inputs)
+    found = replaced(graph, graph.main, take)
+    assert found is not None
+    return Trained(graph).grows(graph.main, found.new)
+
+
+def test_folds_in_frozen_weights_make_no_gradients_of_them() -> None:
+    """A scaled weight that trains has as many numbers as the weight, and more than its scale."""
+    graph = behind_norm(LAYERS["an image"], NORMS["a norm"])
+    take = folded(graph, {NORM})
+    assert not trains_more(graph, take)
+    assert not trains_more(graph, take, "g", "d")
+    assert trains_more(graph, take, "w")
+    assert not trains_more(graph, take, "w", "g")
+    assert not trains_more(graph, take, "w", "g", "d")
+
+
+def test_low_rank_factors_that_train_are_not_multiplied() -> None:
+    lines = [
+        'graph "Adapted" training=True', "",
+        *(f'input {name}: float32[{shape}] = parameter("{name}", trainable=True)'
+          for name, shape in (("y", "4, 8"), ("w", "6, 8"), ("a", "2, 8"), ("b", "6, 2"))),
+        'input x: float32[4, 8] = batch("x")', "", "main main:",
+        "    i: float32[4, 8] = add(x, y)  #",
+        "    p: float32[4, 6] = linear(i, w)  #", "    l: float32[4, 2] = linear(i, a)  #",
+        "    u: float32[4, 6] = linear(l, b)  #", "    n: float32[4, 6] = add(p, u)  #",
+        "    loss: float32[] = mean(n)  #", "    return loss", "", "loss loss", "",
+    ]  # fmt: skip
+    graph = parse_graph("\n".join(lines))
+    take = parse_take("take n in main by own: linear(i, add(w, mm(b, a)))")
+    assert take is not None
+    assert trains_more(graph, take, "w")
+    assert trains_more(graph, take, "w", "a")
+    assert not trains_more(graph, take, "w", "a", "b")
+    wide = parse_graph("\n".join(lines).replace("2, 8]", "7, 8]").replace("6, 2]", "6, 7]")
+                       .replace("4, 2]", "4, 7]"))  # fmt: skip
+    assert not trains_more(wide, take, "w")
 
 
 INPUTS = "x[b, k, p], w[n, k, 1 + 1], c[n], g[n], d[n], m[n], v[n]"
