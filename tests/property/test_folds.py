@@ -14,6 +14,7 @@ from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.alternatives import alternatives, replaced, with_few_rules
 from parloom.rewrite.folds import NORM, SCALE, SHIFT, folds
+from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.rewrites import derived
 from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import counterexample, prove, rule
@@ -249,6 +250,24 @@ def test_wrong_rules_are_refused_and_have_a_counterexample(name: str) -> None:
     assert prove(own)
     assert axioms.prove_by_axioms(own).startswith("Z3 says")
     assert any(counterexample(own, seed) for seed in range(5))
+
+
+def test_norms_with_given_statistics_are_one_along_their_samples() -> None:
+    """Those of one weight, with the convolutions before them."""
+    rows = "g, d, m, v, False, 0.1, 1e-05"
+    layer = "4, 6, 9", "5, 6, 3", "conv1d(x, w)", "4, 5, 7"
+    graph = graph_of(
+        layer,
+        "h: float64[4, 6, 9] = mul(x, 0.5); q: float64[RESULT] = conv1d(h, w);"
+        f" a: float64[RESULT] = batch_norm(p, {rows}); b: float64[RESULT] = batch_norm(q, {rows});"
+        " e: float64[RESULT] = mul(b, 0.5); n: float64[RESULT] = add(a, e)",
+    )
+    takes = [own for own in fusions(graph, graph.main) if own.values == ("a", "b")]
+    (take,) = (own for own in takes if set(own.rules) == {"batch_norm_along_d0", "conv1d_along_n"})
+    one, other = computed(graph), computed(derived(graph, [str(take)]))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert float((value - other[name]).abs().max()) <= 1e-9 * max(1, float(value.abs().max()))
 
 
 def test_edited_folds_are_refused() -> None:
