@@ -118,6 +118,59 @@ class Masked(nn.Module):
         return loss
 
 
+class Frozen(nn.Module):
+    """Convolutions that are trained, with norms of fixed statistics behind them: torch's, and one
+    that is written out, as torchvision's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(4, 32, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(32, 32, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(32).eval()
+        for name, start in (("scale", 0.5), ("shift", 0.0), ("mean", 0.0), ("variance", 0.5)):
+            self.register_buffer(name, torch.rand(32) + start)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr]
+        for own in self.norm.parameters():
+            own.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift, mean, variance = (
+            getattr(self, name).reshape(1, -1, 1, 1)
+            for name in ("scale", "shift", "mean", "variance")
+        )
+        x = self.norm(self.first(x)).relu()
+        times = scale * (variance + 1e-5).rsqrt()
+        loss: Tensor = (self.second(x) * times + (shift - mean * times)).square().mean()
+        return loss
+
+
+class Adapter(nn.Module):
+    """A frozen product with a low-rank one beside it."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.whole = nn.Linear(256, 256).requires_grad_(False)
+        self.down = nn.Linear(256, 8, bias=False).requires_grad_(trained)
+        self.up = nn.Linear(8, 256, bias=False).requires_grad_(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.whole(x) + self.up(self.down(x)) * 2.0
+        return found
+
+
+class Adapted(nn.Module):
+    """Products with adapters between trained ones."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first, self.adapter = nn.Linear(32, 256), Adapter(trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.adapter(self.first(x)).square().mean()
+        return loss
+
+
 def unequal() -> tuple[nn.Module, dict[str, Tensor]]:
     return Unequal(), {"x": torch.randn(64, 256)}
 
@@ -146,6 +199,18 @@ class Towers(nn.Module):
 
 def towers() -> tuple[nn.Module, dict[str, Tensor]]:
     return Towers(), {"x": torch.randn(16, 32), "y": torch.randn(48, 32)}
+
+
+def frozen() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Frozen(), {"x": torch.randn(32, 4, 24, 24)}
+
+
+def adapted() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Adapted(trained=False), {"x": torch.randn(2048, 32)}
+
+
+def adapting() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Adapted(trained=True), {"x": torch.randn(2048, 32)}
 
 
 def siamese() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -183,6 +248,8 @@ CHOSEN: Mapping[str, str] = {
     "chain": "matmul_",
     "attention": "merge_linear",
     "towers": "linear_along_d0",
+    "frozen": "fold_",
+    "adapted": "linear_matmul",
 }
 
 
@@ -273,3 +340,23 @@ def test_products_with_masks_stay_apart() -> None:
     plan = asked("masked")
     assert not plan.decisions.rewrites
     assert api.verify(plan).passed
+
+
+def test_norms_with_fixed_statistics_are_folded() -> None:
+    """Each form of them, while the kernels train."""
+    assert {"fold_batch_norm", "fold_scale", "fold_shift"} <= rules_of(planned("frozen"))
+
+
+def products(plan: Plan) -> list[str]:
+    """The calls by which values are computed in other ways than the model says."""
+    return [str(take.call) for take in takes_of(plan.decisions.rewrites)]
+
+
+def test_factors_are_multiplied_where_none_of_them_is_trained() -> None:
+    """While they train, the product of all weights has a gradient of its own: its price."""
+    (call,) = products(planned("adapted"))
+    assert call.startswith("linear(")
+    assert "adapter_whole_weight" in call
+    assert not any("adapter_whole_weight" in call for call in products(planned("adapting")))
+    assert not any("matmul(" in call or "mm(" in call for call in products(planned("adapting")))
+    assert api.verify(planned("adapting")).passed

@@ -138,6 +138,16 @@ def test_windows_of_which_the_most_counts_are_told_apart() -> None:
         computes(Numbers(), Given((x, (3,), (1,), (1,), 1, True)))
 
 
-@pytest.mark.parametrize("name", ["dropout", "rand", "sort", "batch_norm"])
+def test_batch_norm_is_of_statistics_that_are_given() -> None:
+    x, *rows = (modular(drawn(s, np.random.default_rng(0))) for s in ([3, 4, 5], *[[4]] * 4))
+    computes = OPS["batch_norm"].computes
+    assert computes is not None
+    assert computes(Numbers(), Given((x, *rows, False, 0.1, 1e-5)))[0].shape == (3, 4, 5)
+    for given in ((x, *rows, True, 0.1, 1e-5), (x, *rows[:2], None, None, False, 0.1, 1e-5)):
+        with pytest.raises(NotImplementedError, match="statistics of the batch"):
+            computes(Numbers(), Given(given))
+
+
+@pytest.mark.parametrize("name", ["dropout", "rand", "sort"])
 def test_what_is_not_known_has_no_reading(name: str) -> None:
     assert OPS[name].computes is None

@@ -133,6 +133,26 @@ def test_recorded_calls_and_their_gradients_are_those_of_torch(name: str) -> Non
         assert slopes[own] == pytest.approx(slope.numpy(), rel=close, abs=close)
 
 
+def test_recorded_batch_norms_are_those_of_torch() -> None:
+    """Torch has no gradients of the statistics."""
+    rng = np.random.default_rng(0)
+    given = [rng.random(shape) + 0.5 for shape in ((4, 3, 5), *[(3,)] * 4)]
+    algebra, computes = Recorded(FUNCTIONS, ROWS), computes_of("batch_norm")
+    assert computes is not None
+    inputs = [algebra.given(own, same) for own in given]
+    (found,) = computes(algebra, Given((*inputs, False, 0.1, 1e-5)))
+    upstream = rng.standard_normal(found.value.shape)
+    slopes = gradients(algebra.tape, [found], [upstream])
+    leaves = [torch.tensor(own, requires_grad=at < 3) for at, own in enumerate(given)]
+    expected = torch.ops.aten.batch_norm(*leaves, False, 0.1, 1e-5, False)
+    assert found.value == pytest.approx(expected.detach().numpy(), rel=1e-9)
+    pairs = zip(
+        inputs[:3], torch.autograd.grad(expected, leaves[:3], torch.tensor(upstream)), strict=True
+    )
+    for own, slope in pairs:
+        assert slopes[own] == pytest.approx(slope.numpy(), rel=1e-8, abs=1e-8)
+
+
 def test_numbers_round_as_those_of_torch() -> None:
     """Of float32, to which torch rounds first."""
     drawn = np.random.default_rng(0).standard_normal(10_000) * 10.0 ** np.arange(-6, 4).repeat(1000)

@@ -1,5 +1,6 @@
 """The proof by Z3: what it proves, and what it refuses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,12 @@ def test_each_proof_alone_refuses_twenty_wrong_rules() -> None:
 
 
 def test_what_no_axiom_speaks_of_is_refused() -> None:
-    assert prove_by_axioms(rule("heads", *TRUE["heads"])) == "no axioms: view"
+    assert prove_by_axioms(rule("heads", *TRUE["heads"])).startswith("no axioms: ")
+    other = rule("other", "x[a, b]", ["view(x, (b, a))"], ["x"])
+    assert prove_by_axioms(other) == "no axioms: view"
+    of_batch = ["batch_norm(x, None, None, m, m, True, 0.1, 1e-05)"]
+    normed = rule("normed", "x[b, k], m[k]", of_batch, of_batch)
+    assert prove_by_axioms(normed) == "no axioms: statistics of the batch"
     turned = rule("turned", "x[a, b, c]", ["transpose(x, 0, 2)"], ["x"])
     assert prove_by_axioms(turned) == "no axioms: transpose of other dims"
     assert len(axioms()) > 100
@@ -189,6 +195,12 @@ def _conv(i: int, a: Ints, b: Ints) -> Ints:
     return NUMBERS.product([["b", "c", "p", "r"], ["o", "c", "r"]], ["b", "o", "p"], [moved, b])
 
 
+def _channel(a: Ints, v: Ints, dim: int, made: Callable[[Ints, Ints], Ints]) -> Ints:
+    if v.ndim != 1 or a.ndim < 3 or len(v) != a.shape[dim]:
+        raise ValueError("no channels")
+    return made(a, v.reshape(-1, *[1] * (a.ndim - dim - 1))) % PRIME
+
+
 def _pool(i: int, a: Ints) -> Ints:
     if a.ndim != 3 or a.shape[2] < 1 + i % 2:
         raise ValueError("no windows")
@@ -213,6 +225,10 @@ READING = {
     "total": lambda k, a: a.sum(axis=k) % PRIME,
     "look": _look,
     "conv": _conv,
+    "sums": _conv,
+    "add_channel": lambda a, v: _channel(a, v, 1, np.add),
+    "mul_channel": lambda a, v: _channel(a, v, 1, np.multiply),
+    "mul_kernel": lambda a, v: _channel(a, v, 0, np.multiply),
     "pool": _pool,
     "And": lambda one, other: one and other,
 }

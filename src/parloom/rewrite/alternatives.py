@@ -11,6 +11,7 @@ from parloom.errors import InputError
 from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
 from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
+from parloom.rewrite.folds import folds
 from parloom.rewrite.horizontal import fusions, is_fusion
 from parloom.rewrite.known import cases, holds
 from parloom.rewrite.rounding import may_round
@@ -28,10 +29,11 @@ WIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Another way to compute a value, and the operators that go with the one there is."""
+    """Another way to compute a value, and the operators that go and come with it."""
 
     take: Take
     gone: tuple[Node, ...]
+    new: tuple[Node, ...]
 
 
 def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
@@ -62,8 +64,9 @@ def replaced(graph: Graph, function: Function, take: Take) -> Replacement | None
         return None
     kept = {id(origin) for _, origin in own}
     gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
-    new = [item for item, was in own if isinstance(item, Node) and isinstance(was, Term)]
-    return Replacement(take, gone) if _shapes(function, gone) - _shapes(function, new) else None
+    new = tuple(item for item, was in own if isinstance(item, Node) and isinstance(was, Term))
+    is_less = _shapes(function, gone) - _shapes(function, new)
+    return Replacement(take, gone, new) if is_less else None
 
 
 def _num_calls(take: Take) -> int:
@@ -90,7 +93,8 @@ def rules_for(function: Function) -> list[Rule]:
     its dtypes: `inexact` measures them.
     """
     narrow = narrow_in(function)
-    return [own.rule for own in cases(function) if narrow <= own.narrow]
+    known = (own.rule for own in cases(function) if narrow <= own.narrow)
+    return [*known, *folds(function)]
 
 
 def inexact(function: Function, rules: Iterable[Rule]) -> str:

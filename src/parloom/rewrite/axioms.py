@@ -19,12 +19,14 @@ import z3
 
 from parloom.ir.ops.exact import number
 from parloom.rewrite.rules import Rule
+from parloom.rewrite.symbolic import ONE
 from parloom.rewrite.terms import LEAD, Arg, Extent, Name, Size, Term
 
 # What the solver may do for one rule, in its own units; those that it proves take a few thousand.
 RLIMIT = 200_000
 DIMS = (-1, -2, -3)
 
+Shape = tuple[Size | str, ...]
 T, INT, REAL = z3.DeclareSort("Tensor"), z3.IntSort(), z3.RealSort()
 # Of matrices and rows of matrices: the last two dims are multiplied, the first ones are the rows'.
 FUNCTIONS: Mapping[str, Any] = {
@@ -46,6 +48,11 @@ FUNCTIONS: Mapping[str, Any] = {
         "total": (INT, T, T),  # a sum over a dim, which is gone
         "look": (T, T, T),  # rows of a table
         "conv": (INT, T, T, T),  # over the last dim, by its number; 0 moves by one place
+        "sums": (INT, T, T, T),  # of any windows times kernels, by their number
+        "flat": (T, T),  # the elements as one row
+        "add_channel": (T, T, T),  # a number to each element of a channel, which are dim 1
+        "mul_channel": (T, T, T),
+        "mul_kernel": (T, T, T),  # what makes each output, by a number
         "pool": (INT, T, T),  # means of windows of the last dim, by their number
         "inverse": (INT, REAL),  # of a size
     }.items()
@@ -144,6 +151,11 @@ conv(i, a, scale(q, b)) == scale(q, conv(i, a, b))
 conv(i, a, cat(-3, b, c)) == cat(-2, conv(i, a, b), conv(i, a, c))
 conv(i, cat(-3, a, b), c) == cat(-3, conv(i, a, c), conv(i, b, c))
 conv(i, cat(-2, a, b), cat(-2, c, d)) == add(conv(i, a, c), conv(i, b, d)) if dim(a, -2) == dim(c, -2)
+conv(i, a, mul_kernel(b, v)) == mul_channel(conv(i, a, b), v)
+sums(i, a, mul_kernel(b, v)) == mul_channel(sums(i, a, b), v)
+mul_channel(mul_channel(a, v), c) == mul_channel(a, mul(v, c))
+add_channel(add_channel(a, v), c) == add_channel(a, add(v, c))
+mul_channel(add_channel(a, v), c) == add_channel(mul_channel(a, c), mul(v, c))
 pool(i, add(a, b)) == add(pool(i, a), pool(i, b))
 pool(i, scale(q, a)) == scale(q, pool(i, a))
 pool(i, cat(-2, a, b)) == cat(-2, pool(i, a), pool(i, b))
@@ -181,19 +193,18 @@ def prove_by_axioms(rule: Rule, rlimit: int = RLIMIT) -> str:
     """Empty where Z3 proves a rule; why not, otherwise."""
     sizes = {name: z3.Int(f"size_{name}") for name in (*rule.extents, LEAD)}
     inputs = {own.name: z3.Const(f"input_{own.name}", T) for own in rule.inputs}
+    shapes = {own.name: own.sizes for own in rule.inputs}
     solver = z3.Solver()
     # Quantifiers by patterns alone: no model is asked for.
     solver.set("auto_config", False)
     solver.set("smt.mbqi", False)
     solver.set("rlimit", rlimit)
     solver.add(*axioms(), *(size >= 1 for size in sizes.values()))
-    ranks = {}
     for own in rule.inputs:
-        ranks[own.name] = len(own.sizes)
         for place, size in enumerate(reversed(own.sizes)):
             extent = sizes[LEAD] if isinstance(size, str) else _size(size, sizes)
             solver.add(FUNCTIONS["dim"](inputs[own.name], -1 - place) == extent)
-    reading = _Reading(inputs, sizes, ranks)
+    reading = _Reading(inputs, sizes, shapes)
     try:
         sides = [tuple(map(reading.term, pair)) for pair in zip(rule.left, rule.right, strict=True)]
     except NotReadError as error:
@@ -269,12 +280,12 @@ def _size(size: Size, sizes: Mapping[str, Any]) -> Any:
 
 
 class _Reading:
-    """Terms as expressions; `ranks` are those of inputs."""
+    """Terms as expressions; `shapes` are those of inputs."""
 
     def __init__(
-        self, inputs: Mapping[str, Any], sizes: Mapping[str, Any], ranks: Mapping[str, int]
+        self, inputs: Mapping[str, Any], sizes: Mapping[str, Any], shapes: Mapping[str, Shape]
     ) -> None:
-        self._inputs, self._sizes, self._ranks = inputs, sizes, ranks
+        self._inputs, self._sizes, self._shapes = inputs, sizes, shapes
         self._numbers: dict[object, int] = {}
 
     def term(self, arg: Arg) -> Any:
@@ -295,12 +306,14 @@ class _Reading:
     def rank(self, arg: Arg) -> int:
         """The dims of a term."""
         if isinstance(arg, Name):
-            return self._ranks[arg.name]
+            return len(self._shapes[arg.name])
         if isinstance(arg, tuple):
             return self.rank(arg[0])
         assert isinstance(arg, Term)
         if arg.op == "embedding":
             return self.rank(arg.args[1]) + 1
+        if arg.op == "view" and isinstance(arg.args[1], tuple):
+            return len(arg.args[1])
         if arg.op in ("add", "mul"):  # the wider one
             return max(self.rank(own) for own in arg.args if isinstance(own, (Term, Name)))
         return self.rank(arg.args[0]) - (arg.op in ("sum", "mean"))
@@ -318,7 +331,11 @@ class _Reading:
 
     def _linear(self, term: Term) -> Any:
         made = FUNCTIONS["mm"](self.term(term.args[0]), FUNCTIONS["t"](self.term(term.args[1])))
-        return made if len(term.args) == 2 else FUNCTIONS["add_row"](made, self.term(term.args[2]))
+        return self._biased(made, term, "add_row")
+
+    def _biased(self, made: Any, term: Term, add: str) -> Any:
+        bias = term.args[2] if len(term.args) > 2 else None
+        return made if bias is None else FUNCTIONS[add](made, self.term(bias))
 
     def _mm(self, term: Term) -> Any:
         return FUNCTIONS["mm"](*map(self.term, term.args))
@@ -340,8 +357,18 @@ class _Reading:
     def _neg(self, term: Term) -> Any:
         return FUNCTIONS["scale"](z3.RealVal(-1), self.term(term.args[0]))
 
+    def _view(self, term: Term) -> Any:
+        """Elements as one row: nothing is said of other shapes."""
+        x, shape = term.args
+        if not isinstance(shape, tuple) or len(shape) != 1:
+            raise NotReadError("view")
+        return self.term(x) if self.rank(x) == 1 else FUNCTIONS["flat"](self.term(x))
+
     def _add(self, term: Term) -> Any:
-        return self._pair(term, "add", "add_row")
+        one, other = term.args[:2]
+        if isinstance(other, (int, float)):
+            return FUNCTIONS["f"](self._number("add", other, *term.args[2:]), self.term(one))
+        return self._pair(term, "add", "add_row", "add_channel")
 
     def _sub(self, term: Term) -> Any:
         one, other = map(self.term, term.args)
@@ -355,7 +382,29 @@ class _Reading:
             return FUNCTIONS["scale"](_real(number(other)), self.term(one))
         if isinstance(other, Term) and other.op == "unsqueeze" and other.args[1] == -1:
             return FUNCTIONS["mul_column"](self.term(one), self.term(other.args[0]))
-        return self._pair(term, "mul", "mul_row")
+        if (column := self._column(other)) is not None and self.rank(one) == self.rank(other):
+            by = "mul_column" if self.rank(one) == 2 else "mul_kernel"
+            return FUNCTIONS[by](self.term(one), column)
+        return self._pair(term, "mul", "mul_row", "mul_channel")
+
+    def _column(self, arg: Arg) -> Any:
+        """The row that is seen as numbers along the first dim; None where another is."""
+        if not isinstance(arg, Term) or arg.op != "view":
+            return None
+        x, shape = arg.args
+        if not isinstance(shape, tuple) or len(shape) < 2 or any(own != 1 for own in shape[1:]):
+            return None
+        return self._view(Term("view", (x, shape[:1])))
+
+    def _of_channels(self, arg: Arg, rank: int) -> Any:
+        """The row of an input of one number for each channel of a tensor of three dims or more;
+        None where it is another.
+        """
+        shape = self._shapes[arg.name] if isinstance(arg, Name) else ()
+        if rank < 3 or len(shape) not in (rank - 1, rank):
+            return None
+        others = [*shape[: 1 - rank], *shape[len(shape) + 2 - rank :]]
+        return None if any(own != ONE for own in others) else FUNCTIONS["flat"](self.term(arg))
 
     def _div(self, term: Term) -> Any:
         one, other = term.args
@@ -363,11 +412,14 @@ class _Reading:
             raise NotReadError("div by a tensor")
         return FUNCTIONS["scale"](_real(1 / number(other)), self.term(one))
 
-    def _pair(self, term: Term, alike: str, row: str) -> Any:
+    def _pair(self, term: Term, alike: str, row: str, channel: str) -> Any:
         one, other = term.args[:2]
         if len(term.args) > 2 or not all(isinstance(own, (Term, Name)) for own in (one, other)):
             raise NotReadError(str(term))
         ranks = self.rank(one), self.rank(other)
+        for wide, narrow, rank in ((one, other, ranks[0]), (other, one, ranks[1])):
+            if (numbers := self._of_channels(narrow, rank)) is not None:
+                return FUNCTIONS[channel](self.term(wide), numbers)
         if ranks[0] == ranks[1]:
             return FUNCTIONS[alike](self.term(one), self.term(other))
         if 1 not in ranks:
@@ -411,12 +463,24 @@ class _Reading:
         return FUNCTIONS["scale"](FUNCTIONS["inverse"](size), self._sum(term))
 
     def _conv1d(self, term: Term) -> Any:
-        x, weight, *more = term.args
-        bias, *how = more or [None]
-        if bias is not None or how[3:] not in ([], [1]):
-            raise NotReadError("conv1d with a bias, or of groups")
-        key = 0 if how == [1, 0] else 1 + self._number("conv1d", *how)
-        return FUNCTIONS["conv"](key, self.term(x), self.term(weight))
+        how = list(term.args[3:])
+        key = 0 if how == [1, 0] else 1 + self._number(term.op, *how)
+        name = "conv" if term.op == "conv1d" and how[3:] in ([], [1]) else "sums"
+        made = FUNCTIONS[name](key, *map(self.term, term.args[:2]))
+        return self._biased(made, term, "add_channel")
+
+    _conv2d = _conv3d = _conv1d
+
+    def _batch_norm(self, term: Term) -> Any:
+        x, weight, bias, mean, variance, of_batch, _, eps = term.args[:8]
+        if of_batch is not False or mean is None or variance is None:
+            raise NotReadError("statistics of the batch")
+        what = "row" if self.rank(x) == 2 else "channel"
+        add, mul = FUNCTIONS[f"add_{what}"], FUNCTIONS[f"mul_{what}"]
+        made = add(self.term(x), self.term(Term("neg", (mean,))))
+        made = mul(made, self.term(Term("rsqrt", (Term("add", (variance, eps)),))))
+        made = made if weight is None else mul(made, self.term(weight))
+        return made if bias is None else add(made, self.term(bias))
 
     def _avg_pool1d(self, term: Term) -> Any:
         return FUNCTIONS["pool"](self._number(*term.args[1:]), self.term(term.args[0]))
@@ -426,7 +490,8 @@ class _Reading:
 
 
 # Functions of elements of which the axioms know no more.
-UNARY = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "exp", "clamp"})
+UNARY = frozenset({"relu", "gelu", "silu", "tanh", "sigmoid", "leaky_relu", "elu", "exp", "clamp",
+                   "rsqrt"})  # fmt: skip
 
 
 def _real(value: Fraction) -> Any:

@@ -26,6 +26,9 @@ DIMS: Mapping[str, int] = {
     "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
 }  # fmt: skip
 
+# Operators of which rules say flags.
+FLAGGED = frozenset({"batch_norm"})
+
 # The operand that says places of another one.
 PLACES: Mapping[str, int] = {"embedding": 1}
 
@@ -165,7 +168,8 @@ def takes_part(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
     places = PLACES.get(node.op)
     own = [specs[name] for at, name in enumerate(node.refs) if at != places]
     own += [value.spec for value in node.results]
-    return _one_dtype(own) and not any(_has_dtype(arg) for arg in node.args)
+    told = (arg for arg in node.args if not (isinstance(arg, bool) and node.op in FLAGGED))
+    return _one_dtype(own) and not any(map(_has_dtype, told))
 
 
 def _one_dtype(specs: Sequence[TensorSpec]) -> bool:

@@ -16,7 +16,18 @@ from parloom.rewrite.parallel import quotient
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.shapes import Dims, Shape, Shapes, results_of
 from parloom.rewrite.symbolic import ONE, NotExpressed, inner_of
-from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, names_in, size_in
+from parloom.rewrite.terms import (
+    LEAD,
+    Arg,
+    Extent,
+    Input,
+    Name,
+    Size,
+    Term,
+    extents_in,
+    names_in,
+    size_in,
+)
 
 MOST_NODES = 20_000
 
@@ -313,15 +324,20 @@ _ORDERS: dict[int, tuple[tuple[Arg, ...], tuple[int, ...]]] = {}
 
 
 def told_first(patterns: tuple[Arg, ...]) -> tuple[int, ...]:
-    """The order in which arguments are matched. Sizes that are told come first: of an input whose
-    size is a sum, one has to be known.
+    """The order in which arguments are matched. Sizes that are told come first, and calls that are
+    told some: of an input whose size is a sum or a product, all but one have to be known.
     """
     known = _ORDERS.get(id(patterns))
     if known is None or known[0] is not patterns:
         numbers = range(len(patterns))
-        order = tuple(sorted(numbers, key=lambda i: any(True for _ in names_in(patterns[i]))))
+        order = tuple(sorted(numbers, key=lambda i: _is_told(patterns[i])))
         known = _ORDERS[id(patterns)] = patterns, order
     return known[1]
+
+
+def _is_told(pattern: Arg) -> tuple[bool, bool]:
+    """False for a size alone; of what has inputs false where it is told one."""
+    return any(True for _ in names_in(pattern)), not any(True for _ in extents_in(pattern))
 
 
 def _sized(size: Size, own: Any, known: Binding, one: Any) -> Binding | None:

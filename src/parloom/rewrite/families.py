@@ -4,13 +4,23 @@ Inputs are few and typed, so that most operators fit few of them. What differs i
 same rule, so a family needs no more inputs of a shape than a program of so many calls can read.
 """
 
-from parloom.rewrite.generate import Family, Operator, along, of_matrices, plain, splits, sums
+from parloom.rewrite.generate import (
+    Family,
+    Operator,
+    along,
+    of_matrices,
+    plain,
+    splits,
+    sums,
+    with_a_row,
+)
 
 LINEAR = Operator("linear", 2, plain())
-BIASED = Operator("linear", 3, plain())
+BIASED = Operator("linear", 3, with_a_row)
 ADD, MUL = (Operator(name, 2, plain(), commutes=True) for name in ("add", "mul"))
-HALF = 0.5
-SCALE = Operator("mul", 1, plain(HALF))
+# Numbers that rules are of: that half of twice a value is the value is true of one only.
+HALF, FACTOR = 0.5, 0.3
+SCALE, TIMES = (Operator("mul", 1, plain(number)) for number in (HALF, FACTOR))
 FUNCTION = Operator("gelu", 1, plain())
 CAT = Operator("cat", 2, along(together=True), moves=True)
 SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
@@ -36,9 +46,9 @@ FAMILIES = (
         3,
     ),
     Family(
-        "biases",
+        "vectors",
         "x[b, k], y[b, k], w[n, k], v[m, k], c[n], d[m]",
-        (LINEAR, BIASED, ADD, CAT, SPLIT),
+        (LINEAR, ADD, CAT, SPLIT),
         3,
     ),
     Family(
@@ -76,6 +86,13 @@ FAMILIES = (
         "convolutions",
         "x[b, c, p], y[b, c, p], w[o, c, 1], v[o, c, 1], u[n, c, 1]",
         (CONVOLUTION, ADD, SCALE, FUNCTION, CAT, SPLIT, POOL),
+        3,
+    ),
+    Family("factors", "x[b, k], w[n, k], p[k, j]", (LINEAR, PRODUCT, TIMES), 3),
+    Family(
+        "biases",
+        "x[b, k], y[b, k], w[n, k], v[n, k], c[n]",
+        (LINEAR, BIASED, ADD, TIMES),
         3,
     ),
 )

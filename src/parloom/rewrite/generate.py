@@ -135,14 +135,14 @@ class Generator:
         if operator.operands == 1:
             yield from ((one,) for one in self.by_calls[calls - 1])
             return
-        for first, second in product(range(calls), repeat=2):
-            if first + second < calls - 1:
+        for numbers in product(range(calls), repeat=operator.operands):
+            if sum(numbers) < calls - 1:
                 continue
-            for one, other in product(self.by_calls[first], self.by_calls[second]):
-                if len(one.calls | other.calls) != calls - 1:
+            for some in product(*(self.by_calls[number] for number in numbers)):
+                if len(frozenset[Term]().union(*(one.calls for one in some))) != calls - 1:
                     continue
-                if not operator.commutes or str(one.term) <= str(other.term):
-                    yield one, other
+                if not operator.commutes or str(some[0].term) <= str(some[1].term):
+                    yield some
 
     def _try(
         self,
@@ -208,6 +208,12 @@ def _filled(arg: Arg, programs: dict[Any, Program], choice: int, sizes: Any) -> 
 def plain(*more: Arg) -> Template:
     """Programs, then the same arguments in every call."""
     return lambda programs: iter([(*(one.term for one in programs), *more)])
+
+
+def with_a_row(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:
+    """The last one of one dim."""
+    if len(programs[-1].shape) == 1:
+        yield tuple(one.term for one in programs)
 
 
 def of_matrices(programs: Sequence[Program]) -> Iterator[tuple[Arg, ...]]:

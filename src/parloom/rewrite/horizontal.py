@@ -122,10 +122,15 @@ def flowing(graph: Graph) -> Mapping[str, Collection[str]]:
     """The values of each function through which gradients flow to parameters: what is joined is
     alike in that, so that each form of a value has a gradient or none has.
     """
+    return reached(graph, {entry.value.name for entry in graph.inputs if entry.trainable})
+
+
+def reached(graph: Graph, names: Collection[str]) -> Mapping[str, Collection[str]]:
+    """The values of each function that are made of some inputs of a graph, among others."""
     found = defaultdict[str, set[str]](set)
 
     def visit(function: Function, given: Collection[str]) -> bool:
-        """Whether gradients flow through some output."""
+        """Whether some output is."""
         own = found[function.name]
         own.update(given)
         for item in function.body:
@@ -138,7 +143,7 @@ def flowing(graph: Graph) -> Mapping[str, Collection[str]]:
             own.update(value.name for value in item.results if flows)
         return not own.isdisjoint(function.outputs)
 
-    visit(graph.main, {entry.value.name for entry in graph.inputs if entry.trainable})
+    visit(graph.main, names)
     return found
 
 

@@ -15,23 +15,23 @@ from typing import Any
 
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Node, Ref, TensorSpec
-from parloom.rewrite.families import FUNCTION, HALF, SCALE
+from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE
 from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
 
-FILE = "rules.json"
+FILE, NUMBERS = "rules.json", (HALF, FACTOR)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """A rule, and the dtypes of 16 bits in which it may be applied. One of a function, or of a
-    number, has cases.
+    `number`, has cases.
     """
 
     rule: Rule
     narrow: frozenset[str]
     of_function: bool = False
-    of_number: bool = False
+    number: float | None = None
 
 
 @cache
@@ -54,19 +54,22 @@ def holds(found: Rule) -> bool:
 
 
 def cases(function: Function) -> Iterator[Known]:
-    """All rules, and the same of the functions and numbers that calls of `function` have."""
+    """All rules, and the same of the functions that calls of `function` have; those of numbers are
+    of its own only.
+    """
     nodes = [item for item in function.body if isinstance(item, Node)]
     specs = function.specs()
     ops = dict.fromkeys(node.op for node in nodes if _is_unary(node, specs))
     numbers = dict.fromkeys(node.args[1] for node in nodes if _is_scaled(node))
     ops.pop(FUNCTION.op, None)
-    numbers.pop(HALF, None)
     for own in known_rules().values():
-        yield own
-        for op in ops if own.of_function else ():
-            yield _case(own, op, {FUNCTION.op: op}, {})
-        for number in numbers if own.of_number else ():
-            yield _case(own, _named(number), {}, {HALF: number})
+        if own.number is None or own.number in numbers:
+            yield own
+            for op in ops if own.of_function else ():
+                yield _case(own, op, {FUNCTION.op: op}, {})
+        for number in numbers if own.number is not None else ():
+            if number != own.number:
+                yield _case(own, _named(number), {}, {own.number: number})
 
 
 def _read(entry: Mapping[str, Any]) -> Known:
@@ -74,8 +77,8 @@ def _read(entry: Mapping[str, Any]) -> Known:
         found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
         calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
         of_function = any(call.op == FUNCTION.op for call in calls)
-        of_number = any(HALF in call.args for call in calls)
-        return Known(found, frozenset(entry["narrow"]), of_function, of_number)
+        numbers = (n for n in NUMBERS if any(n in call.args for call in calls))
+        return Known(found, frozenset(entry["narrow"]), of_function, next(numbers, None))
     except (KeyError, TypeError) as error:
         raise InputError(f"{FILE}: {entry}: {error!r}") from None
 

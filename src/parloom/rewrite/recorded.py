@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from string import ascii_letters
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,11 +164,11 @@ class Recorded:
         return self._made(value, *((part, adjoint(i)) for i, part in enumerate(parts)))
 
     def split(self, part: Traced, dim: int, sizes: Sequence[int]) -> list[Traced]:
-        ends = np.cumsum(sizes)
-        return [
-            self._part(part, (slice(None),) * dim + (slice(end - size, end),))
-            for size, end in zip(sizes, ends, strict=True)
-        ]
+        found = []
+        for size, end in zip(sizes, np.cumsum(sizes), strict=True):
+            places = (slice(None),) * dim + (slice(end - size, end),)
+            found.append(self._made(part.value[places], (part, _placed(part, places))))
+        return found
 
     def reshape(self, part: Traced, shape: Sequence[int]) -> Traced:
         own = part.value.shape
@@ -180,29 +179,33 @@ class Recorded:
         return self.reshape(part, (*own[:dim], outer, own[dim] // outer, *own[dim + 1 :]))
 
     def lookup(self, table: Traced, places: Traced) -> Traced:
-        return self._part(table, (places.value.astype(np.int64),))
-
-    def windows(self, part: Traced, dim: int, window: Window) -> Traced:
-        lead = (slice(None),) * dim
-        own = part.value.shape
-        whole = (*own[:dim], own[dim] + window.before + window.after, *own[dim + 1 :])
-        inner = (*lead, slice(window.before, window.before + own[dim]))
-        wide = np.zeros(whole)
-        wide[inner] = part.value
-        padded = self._made(wide, (part, lambda g: g[inner]))
-        first = np.arange(0, max(own[dim] - window.less + 1, 0), window.stride)
-        places = first[:, None] + np.arange(window.size) * window.dilation
-        return self._part(padded, (*lead, places))
-
-    def _part(self, part: Traced, places: tuple[Any, ...]) -> Traced:
-        """The elements at some places, of which one may be there several times."""
+        rows = places.value.astype(np.int64)
 
         def adjoint(g: Floats) -> Floats:
-            whole = np.zeros_like(part.value)
-            np.add.at(whole, places, g)
+            whole = np.zeros_like(table.value)
+            np.add.at(whole, rows, g)
             return whole
 
-        return self._made(part.value[places], (part, adjoint))
+        return self._made(table.value[rows], (table, adjoint))
+
+    def windows(self, part: Traced, dim: int, window: Window) -> Traced:
+        lead, own = (slice(None),) * dim, part.value.shape
+        whole = (*own[:dim], own[dim] + window.before + window.after, *own[dim + 1 :])
+        inner = (*lead, slice(window.before, window.before + own[dim]))
+        width = window.stride * len(range(0, own[dim] - window.less + 1, window.stride))
+        first = (at * window.dilation for at in range(window.size))
+        seen = [(*lead, slice(at, at + width, window.stride)) for at in first]
+        wide = np.zeros(whole)
+        wide[inner] = part.value
+
+        def adjoint(g: Floats) -> Floats:
+            found = np.zeros(whole)
+            for places, one in zip(seen, np.moveaxis(g, dim + 1, 0), strict=True):
+                found[places] += one
+            return found[inner]
+
+        value = np.stack([wide[places] for places in seen], axis=dim + 1)
+        return self._made(value, (part, adjoint))
 
     def _made(
         self, value: Floats, *parents: tuple[Traced, Adjoint], rounded: Function = same
@@ -210,6 +213,17 @@ class Recorded:
         found = Traced(value, parents, rounded)
         self.tape.append(found)
         return found
+
+
+def _placed(part: Traced, places: tuple[slice, ...]) -> Adjoint:
+    """Zeros but for some places."""
+
+    def adjoint(g: Floats) -> Floats:
+        whole = np.zeros_like(part.value)
+        whole[places] = g
+        return whole
+
+    return adjoint
 
 
 def _summed_to(shape: tuple[int, ...]) -> Adjoint:

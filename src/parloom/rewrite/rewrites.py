@@ -15,7 +15,7 @@ from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.ir.ops import OPS
-from parloom.rewrite import merge
+from parloom.rewrite import folds, merge
 from parloom.rewrite.alternatives import follows, inexact, named_rules
 from parloom.rewrite.horizontal import fusions, is_fusion, name_of
 from parloom.rewrite.known import is_rule, known_rules
@@ -102,12 +102,12 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
 def rule_names() -> list[str]:
     """The names of all rules by which values may be computed in another way."""
     fused = (name_of(op, "d0") for op, own in OPS.items() if own.computes is not None)
-    return [*merge.RULES, *fused, *known_rules()]
+    return [*merge.RULES, *folds.NAMES, *fused, *known_rules()]
 
 
 def is_rewrite(name: str) -> bool:
     """Whether this is the name of such a rule, or of a case of one."""
-    return name in merge.RULES or is_fusion(name) or is_rule(name)
+    return name in (*merge.RULES, *folds.NAMES) or is_fusion(name) or is_rule(name)
 
 
 def before_takes(graph: Graph, rewrites: Sequence[str]) -> Graph:

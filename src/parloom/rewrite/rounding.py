@@ -25,8 +25,9 @@ from parloom.rewrite.terms import evaluate, size_in
 
 # How many times as large an error a rule may make.
 MOST_TIMES = 2.0
-# Extents of a draw: all alike, or one of them long.
-SMALL, MIDDLE, LONG = 6, 20, 256
+# Extents of a draw: all alike, or one of them long and the others small. Of tensors of three dims
+# at most, of four, and of more.
+MIDDLE, SMALL, LONG = (20, 9, 6), (6, 5, 4), (256, 64, 32)
 # Draws of each shape, of which every other one is of numbers of one sign.
 DRAWS = 12
 Round = Callable[[Floats], Floats]
@@ -118,10 +119,11 @@ def relative_square(one: Floats, exact: Floats) -> float:
 
 def shapes_of(rule: Rule) -> Iterator[Mapping[str, int]]:
     """Sizes of draws; `*` stands for one dim."""
-    names = names_at(rule, 1)
-    yield dict.fromkeys(names, MIDDLE)
+    names, rank = names_at(rule, 1), max(len(own.sizes) for own in rule.inputs)
+    at = min(max(rank - 3, 0), len(MIDDLE) - 1)
+    yield dict.fromkeys(names, MIDDLE[at])
     for name in names:
-        yield {**dict.fromkeys(names, SMALL), name: LONG}
+        yield {**dict.fromkeys(names, SMALL[at]), name: LONG[at]}
 
 
 def drawn(rule: Rule, sizes: Mapping[str, int], dtype: str, seed: tuple[int, int]) -> Drawn:
@@ -189,6 +191,8 @@ FUNCTIONS: Mapping[str, Callable[[Floats], Floats]] = MappingProxyType(
         "sin": np.sin,
         "cos": np.cos,
         "abs": np.abs,
+        # Rules say of no input that it is not negative.
+        "rsqrt": lambda x: 1 / np.sqrt(np.abs(x)),
         "softplus": lambda x: np.logaddexp(x, 0),
     }
 )

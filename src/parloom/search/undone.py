@@ -1,20 +1,23 @@
 """A plan without one of its rewrites: what that rewrite saves.
 
-What it replaced is back, each operator in the way that is the best with everything else as the plan
-has it, one after the other.
+What it replaced is back, split as what made the value is, and then each operator in the way that is
+the best with everything else as the plan has it, one after the other.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from parloom.cost.walk import Walker
+from parloom.errors import LayoutError, NotYetError
 from parloom.ir.factors import Factored
 from parloom.ir.graph import Graph, Node
 from parloom.ir.lower import lower
+from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.rewrites import before_takes, takes_of
+from parloom.rewrite.take import Take
 from parloom.search.restated import restated
 from parloom.search.runner_up import Fits, Play, operator_ways
 
@@ -44,7 +47,7 @@ class Undoing:
         kept = [take for take in self.takes if take != self.takes[index]]
         form = self._forms.of(kept)
         there, every = set(self._whole.places.values()), set(form.places.values())
-        pcg = lower(form.graph, self._decisions(form, every - there), factored=form.factored)
+        pcg = self._begun(form, every - there, self.takes[index])
         left = every - there
         for flat in form.graph.flat():
             place = form.places[flat.function, flat.node.key]
@@ -54,8 +57,20 @@ class Undoing:
         before, after = _nodes(form, every - there), _nodes(self._whole, there - every)
         return Undone(pcg, tuple(before), tuple(after))
 
-    def _decisions(self, form: Form, new: set[Place]) -> Decisions:
-        """The decisions of a form, in which operators that the plan has not are split over none."""
+    def _begun(self, form: Form, new: set[Place], undone: Take) -> PCG:
+        """The plan of a form, whose new operators are split as what a rewrite made is, or over none
+        where that cannot be.
+        """
+        top = self._forms.place_of(undone.function, undone.top)
+        try:
+            return lower(form.graph, self._decisions(form, new, top), factored=form.factored)
+        except (LayoutError, NotYetError):
+            return lower(form.graph, self._decisions(form, new), factored=form.factored)
+
+    def _decisions(self, form: Form, new: set[Place], like: Place | None = None) -> Decisions:
+        """The decisions of a form, in which operators that the plan has not are split over none, or
+        as far as their results are as that of an operator `like` them, as it is.
+        """
         known = {
             (self._whole.places[flat.function, flat.node.key], flat.prefix): found
             for flat in self._whole.graph.flat()
@@ -64,11 +79,15 @@ class Undoing:
         nodes = []
         for flat in form.graph.flat():
             place = form.places[flat.function, flat.node.key]
-            found = known.get((place, flat.prefix))
+            own = like if like is not None and place in new else place
+            found = known.get((own, flat.prefix))
             if found is not None:
-                mesh = self.decisions.mesh
-                given, rule = self._whole.rules[place], form.rules[place]
-                factors = restated(found.factors, given, rule, mesh)
+                given, rule = self._whole.rules[own], form.rules[place]
+                if own != place:
+                    given, rule = _of_result(given), _of_result(rule)
+                    if len(given.results[0]) != len(rule.results[0]):
+                        continue
+                factors = restated(found.factors, given, rule, self.decisions.mesh)
                 nodes.append(NodeDecision(flat.key, factors))
         return replace(
             self.decisions,
@@ -104,6 +123,11 @@ class Undoing:
         if best is None or (fits(now) and now.step_ps <= best.timeline.step_ps):
             return pcg
         return best.pcg
+
+
+def _of_result(rule: Rule) -> Rule:
+    """What a rule says of the first result."""
+    return replace(rule, operands=(), results=rule.results[:1])
 
 
 def _nodes(form: Form, places: set[Place]) -> Iterator[Node]:

@@ -1,6 +1,6 @@
 """Which other ways to compute values are worth a choice: merges of products of one operand, other
 ways with which one device computes less, and those that pins ask for; but for those that much
-better ones exclude.
+better ones exclude, and those with which more weights have gradients.
 
 What computes as much may still be what layouts need, but rules make hundreds of forms that no
 layout mends.
@@ -22,6 +22,7 @@ from parloom.rewrite.forms import Forms
 from parloom.rewrite.merge import RULES, merges
 from parloom.rewrite.take import Origin, Take, compatible
 from parloom.rewrite.terms import calls_in
+from parloom.rewrite.trained import Trained
 from parloom.search.contexts import Contexts
 from parloom.search.least_compute import times_on_one_device
 from parloom.search.request import Request
@@ -81,7 +82,7 @@ def _kept(
     """Those that are worth a choice, of those that save as much the first: operands are in any
     order.
     """
-    known, kept = set[object](), list[_Way]()
+    known, kept, trained = set[object](), list[_Way](), Trained(request.graph)
     for way in sorted(ways, key=lambda own: -own.saved_ps):
         take, is_wanted = way.take, request.pinned.wants_rewrite(way.take.rules)
         is_kept = not any(
@@ -93,6 +94,7 @@ def _kept(
             alike = [own for own in others if own.take.values == take.values]
             is_kept &= way.saved_ps > least_ps and key not in known
             is_kept &= len(alike) < OF_VALUE and len(others) < MOST
+            is_kept &= not trained.grows(function, way.one.new)
             known.add(key)
         if is_kept or is_wanted:
             named = with_few_rules(function, take)

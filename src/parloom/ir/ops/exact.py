@@ -149,6 +149,27 @@ def normalize(name: str, position: int) -> Exact:
     return exact
 
 
+def batch_norm(algebra: Algebra[Any], given: Given) -> Results:
+    """Channels less a mean that is given, times the inverse root of a variance; times a weight, and
+    a bias behind it. Raises `NotImplementedError` for means of the batch itself.
+    """
+    x, weight, bias, mean, variance, of_batch, _, eps = (given.arg(i) for i in range(8))
+    if of_batch or mean is None or variance is None:
+        raise NotImplementedError("statistics of the batch")
+    names = names_of(algebra, x)
+
+    def column(row: Any) -> Any:
+        return algebra.reshape(row, [*algebra.dims(row), *[algebra.one] * (len(names) - 2)])
+
+    (spread_out,) = combine(1)(algebra, Given((variance, eps)))
+    (scale,) = elementwise("rsqrt")(algebra, Given((spread_out,)))
+    centred = algebra.add(x, algebra.scale(column(mean), Fraction(-1)))
+    made = algebra.product([names, [names[1]]], names, [centred, scale])
+    if weight is not None:
+        made = algebra.product([names, [names[1]]], names, [made, weight])
+    return (made if bias is None else algebra.add(made, column(bias)),)
+
+
 def convolution(spatial: int) -> Exact:
     """Windows of places times kernels, of channels in groups."""
 
@@ -161,8 +182,7 @@ def convolution(spatial: int) -> Exact:
         if padding == "same" and set(stride) != {1}:
             raise NotImplementedError("as many places by strides")
         x = _windows(algebra, x, kernel, stride, zeros(padding, kernel, dilation), dilation)
-        groups = given.arg(6, "groups", 1)
-        groups = algebra.number(groups) if isinstance(groups, int) else groups
+        groups = _size(algebra, given.arg(6, "groups", 1))
         places = [f"{what}{i}" for i in range(spatial) for what in "pr"]
         inner = [f"r{i}" for i in range(spatial)]
         to = [*lead, "g", "o", *(f"p{i}" for i in range(spatial))]
@@ -403,7 +423,7 @@ def swap(algebra: Algebra[Any], given: Given) -> Results:
 
 def view(algebra: Algebra[Any], given: Given) -> Results:
     """The elements in another shape."""
-    return (algebra.reshape(given.arg(0), list(given.arg(1))),)
+    return (algebra.reshape(given.arg(0), [_size(algebra, own) for own in given.arg(1)]),)
 
 
 def unsqueeze(algebra: Algebra[Any], given: Given) -> Results:
@@ -456,6 +476,11 @@ def embedding(algebra: Algebra[Any], given: Given) -> Results:
 
 def _tensor(algebra: Algebra[Any], given: Any) -> Any:
     return given if is_tensor(given) else algebra.fill(number(given), [])
+
+
+def _size(algebra: Algebra[Any], given: Any) -> Size:
+    """A size that is told, or that is a number."""
+    return algebra.number(given) if isinstance(given, int) else given
 
 
 def _each(given: Any, spatial: int) -> tuple[int, ...]:

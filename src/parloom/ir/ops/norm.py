@@ -270,6 +270,7 @@ OPS: tuple[OpDef, ...] = (
         expand=expand_batch_norm,
         detached=(1, 2),
         returns_list=True,
+        exact=exact.batch_norm,
     ),
     OpDef(
         "_weight_norm_interface",
