@@ -30,7 +30,7 @@ def named(name: str) -> AbstractContextManager[object]:
     `torch.autograd.profiler.emit_nvtx` shows it in Nsight Systems, too.
     """
     # Without a profiler it would cost some microseconds a call.
-    if not torch._C._autograd._profiler_enabled():
+    if torch.compiler.is_compiling() or not torch._C._autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(name)
 
