@@ -33,6 +33,7 @@ from parloom.cli_options import (
     RESUME,
     SCRIPT,
     SEMANTICS,
+    STRICT,
     THERE,
     TIMEOUT,
     TO,
@@ -423,24 +424,24 @@ def report(
 @app.command()
 def export(
     path: PlanPath,
-    to: Annotated[str, typer.Option(metavar="LAUNCHER", help=TO)],
+    to: Annotated[str, typer.Option(metavar="TARGET", help=TO)],
     script: Annotated[
         list[str] | None, typer.Argument(metavar="[-- SCRIPT [ARGS]...]", help=SCRIPT)
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("launch"),
+    strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the file by which another launcher starts a training script on the plan's ranks."""
+    """Write the file by which a launcher starts the plan, or another framework is set up so."""
     _quiet(verbose)
-    from parloom import api
+    from parloom import api, exporting
 
-    document = api.export(path, to, script or ["train.py"], out)
+    document = api.export(path, to, script or ["train.py"], out, strict=strict)
     if as_json:
         show_json(document)
         return
-    ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
-    _print(f"{document['file']}: {ranks} of plan {document['plan_hash']}")
+    _print("\n".join(exporting.export_lines(document)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

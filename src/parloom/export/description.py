@@ -122,7 +122,7 @@ class Description:
         counts = list(self.blocks_of_stages)
         return len(counts) == 1 or (
             sum(counts) >= len(counts) and counts == divided(sum(counts), len(counts))
-            and (len(set(counts)) == 1 or len(set(counts[1:-1])) == 1 and counts[0] == counts[-1])
+            and (len(set(counts)) == 1 or (len(set(counts[1:-1])) == 1 and counts[0] == counts[-1]))
         )  # fmt: skip
 
     def are(self, *kinds: Kind) -> Iterator[str]:
@@ -363,4 +363,3 @@ def _dtype(graph: Graph) -> str:
         if entry.value.spec.is_float:
             found[entry.value.spec.dtype] += entry.value.spec.num_elements
     return found.most_common(1)[0][0] if found else "float32"
-

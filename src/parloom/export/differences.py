@@ -11,7 +11,7 @@ from parloom.ir.pcg import PCG, PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.plan_json import numbers_text
 
-NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=[.:])")
+NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=[.:]|$)")
 """The number of a block in a name: `blocks.3.up.weight`."""
 STORED = ("weights", "gradients", "optimizer state")
 
@@ -120,10 +120,13 @@ def _operator_words(plan: Sequence[Program], meant: Program) -> Iterator[str]:
 
 def _factors_text(factors: Mapping[str, Digits]) -> str:
     """`d0: data 4, n: tensor 2`."""
-    return ", ".join(
-        f"{factor}: {' and '.join(f'{role} {size}' for role, size in digits)}"
-        for factor, digits in sorted(factors.items())
-    ) or "nothing"
+    return (
+        ", ".join(
+            f"{factor}: {' and '.join(f'{role} {size}' for role, size in digits)}"
+            for factor, digits in sorted(factors.items())
+        )
+        or "nothing"
+    )
 
 
 def names_text(names: Iterable[str]) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from parloom.errors import one_line
+
 TEMPLATES = files("parloom.export").joinpath("templates")
 
 
@@ -15,6 +17,7 @@ def rendered(name: str, **values: Any) -> str:
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     environment.filters["quoted"] = shlex.quote
-    environment.filters["literal"] = repr
+    environment.filters["literal"] = ascii
+    environment.filters["comment"] = one_line
     text = TEMPLATES.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
     return environment.from_string(text).render(**values)

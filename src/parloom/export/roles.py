@@ -64,7 +64,9 @@ def splits_of(pcg: PCG, names: Names) -> Splits:
             (first, *_) = rule.operands[3][0]  # the numbers of the experts
             experts = max(experts, factors.get(first, ()), key=mesh.size)
         if flat.node.op == ATTENTION:
-            ring |= any(roles[a] == CONTEXT for _, keys in rule.routes for a in factors.get(keys, ()))
+            ring |= any(
+                roles[a] == CONTEXT for _, keys in rule.routes for a in factors.get(keys, ())
+            )
         own = names[flat.key]
         positions = [factor for factor, what in own.items() if what == POSITIONS]
         if flat.node.op not in WEIGHED and positions and flat.node.results[0].spec.is_float:

@@ -72,7 +72,7 @@ def recompute_words(found: Description, there: str) -> str:
     parts = []
     if any(own.whole):
         chosen = [b for b, whole in zip(found.blocks, own.whole, strict=True) if whole]
-        parts.append(names_text(f"{block}." for block in chosen).replace(".,", ",").rstrip("."))
+        parts.append(names_text(chosen))
     if own.some:
         parts.append(names_text(own.some))
     return f"recomputation of {'; '.join(parts)} ({there})"
