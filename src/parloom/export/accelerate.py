@@ -36,9 +36,9 @@ def _kind(found: Description) -> str:
     own = found.chosen
     if _ranks(found) == 1:
         return "NO"
-    if own.zero > 1 or own.tensor * own.context > 1:
+    if own.data * own.context > 1 and (own.zero > 1 or own.tensor * own.context > 1):
         return "FSDP"
-    if own.zero == 1:
+    if own.zero == 1 and own.data > 1:
         return "DEEPSPEED"
     return "MULTI_CPU" if _on_cpu(found) else "MULTI_GPU"
 
@@ -69,7 +69,7 @@ def _config(found: Description) -> dict[str, Any]:
     if kind == "DEEPSPEED":
         document["deepspeed_config"] = {
             "gradient_accumulation_steps": found.chosen.num_microbatches,
-            "offload_optimizer_device": "cpu" if found.offloads else "none",
+            "offload_optimizer_device": "none",
             "offload_param_device": "none",
             "zero3_init_flag": False,
             "zero_stage": 1,
@@ -86,9 +86,8 @@ def _precision(found: Description) -> str:
 def _fsdp(found: Description) -> dict[str, Any]:
     return {
         "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if found.blocks else "NO_WRAP",
         "fsdp_reshard_after_forward": found.chosen.zero == 3,
-        "fsdp_offload_params": found.offloads,
         "fsdp_activation_checkpointing": _recomputes(found),
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
@@ -125,8 +124,10 @@ def _missing(found: Description) -> Iterator[str]:
     yield from pipeline_words(found)
     yield from map(padding_words, paddings(found))
     if kind == "FSDP" and own.zero < 2 and own.data > 1:
-        whole = "ZeRO-1" if own.zero else "weights, gradients and optimizer state stored whole"
-        yield f"{whole} beside tensor or context parallelism (ZeRO-2 there)"
+        stored = "ZeRO-1" if own.zero else "weights, gradients and optimizer state stored whole"
+        yield f"{stored} beside tensor or context parallelism (ZeRO-2 there)"
+    if kind.startswith("MULTI") and own.tensor > 1:
+        yield f"tensor parallelism alone over {own.tensor} ranks (ParallelismConfig of a script)"
     if kind == "DEEPSPEED" and own.shard:
         yield f"ZeRO over {own.shard} of {own.data} data-parallel ranks (over all there)"
     if own.num_microbatches > 1 and kind != "DEEPSPEED":
@@ -151,7 +152,3 @@ def _missing(found: Description) -> Iterator[str]:
     yield from loss_words(found)
     if found.dtype == "float64":
         yield "weights in float64"
-    if found.offloads and kind == "FSDP":
-        yield "optimizer state alone in host memory (weights and gradients there, too)"
-    if found.offloads and kind.startswith("MULTI"):
-        yield "optimizer state in host memory"

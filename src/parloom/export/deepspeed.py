@@ -40,8 +40,6 @@ def config(found: Description) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = 0  # else small weights stay whole
         if own.shard:
             zero["zero_hpz_partition_size"] = own.shard
-    if found.offloads:
-        zero["offload_optimizer"] = {"device": "cpu"}
     document: dict[str, Any] = {
         "train_batch_size": own.data * own.microbatch * own.num_microbatches,
         "train_micro_batch_size_per_gpu": own.microbatch,

@@ -102,7 +102,6 @@ class Description:
     recompute: Recompute
     dtype: str
     positions: int
-    offloads: bool
     irregular: tuple[Irregular, ...]
 
     @property
@@ -163,7 +162,6 @@ def describe(plan: Plan) -> Description:
         _recompute(graph, decisions, calls),
         _dtype(captured),
         num_positions(captured),
-        any(p.optimizer.memory == "host" for p in decisions.parameters),
         tuple(irregular),
     )
 

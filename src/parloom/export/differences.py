@@ -19,11 +19,11 @@ STORED = ("weights", "gradients", "optimizer state")
 @dataclass(frozen=True)
 class Stored:
     """How a parameter lies: its dims as computed with, and over which ranks its weight, gradient
-    and optimizer state are stored in chunks, with their memory.
+    and optimizer state are stored in chunks.
     """
 
     dims: tuple[Digits, ...]
-    chunks: tuple[tuple[Digits, str], ...]
+    chunks: tuple[Digits, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Program:
         mesh, decision = self.pcg.decisions.mesh, parameter.decision
         dims = dims_of(parameter.layout, parameter.input.value.spec.shape, self.roles, mesh)
         roles = (decision.weight, decision.gradient, decision.optimizer)
-        return Stored(dims, tuple((self._over(own), own.memory) for own in roles))
+        return Stored(dims, tuple(map(self._over, roles)))
 
     def _over(self, storage: Storage) -> Digits:
         """Over which ranks chunks are: in any order."""
@@ -93,14 +93,13 @@ def _parameter_words(own: Stored, other: Stored) -> Iterator[str]:
     chunks: dict[tuple[str, str], list[str]] = {}
     for what, mine, its in zip(STORED, own.chunks, other.chunks, strict=True):
         if mine != its:
-            chunks.setdefault((_chunk_text(*mine), _chunk_text(*its)), []).append(what)
-    for (mine_text, its_text), what in chunks.items():
-        yield f"{' and '.join(what)} stored {mine_text}, not {its_text}"
+            chunks.setdefault((_chunk_text(mine), _chunk_text(its)), []).append(what)
+    for (mine_text, its_text), stored in chunks.items():
+        yield f"{' and '.join(stored)} stored {mine_text}, not {its_text}"
 
 
-def _chunk_text(over: Digits, memory: str) -> str:
-    text = " and ".join(f"over {size} {role}-parallel ranks" for role, size in over) or "whole"
-    return f"{text} in host memory" if memory == "host" else text
+def _chunk_text(over: Digits) -> str:
+    return " and ".join(f"over {size} {role}-parallel ranks" for role, size in over) or "whole"
 
 
 def _operator_words(plan: Sequence[Program], meant: Program) -> Iterator[str]:

@@ -126,7 +126,7 @@ class _Placer:
 
     def placed(self, stage: int, last: bool) -> Iterator[tuple[str, str, Placed]]:
         """Table, name and placements of all tensors, when the order of axes is known."""
-        cuts: list[tuple[str, str, Cuts, Mapping[str, str]]] = []
+        cuts: list[tuple[str, str, Cuts, dict[str, str]]] = []
         for p in self.pcg.parameters:
             own = self.cuts(p.layout, p, p.input.target)
             cuts += [("parameters", name, own, {}) for name in (p.input.target, *p.input.aliases)]
@@ -135,8 +135,8 @@ class _Placer:
         for name, value in _outputs(self.pcg) if last else ():
             partial = {axis: op for axis, op in value.layout.partial if axis != TIME}
             cuts.append(("outputs", name, self.cuts(value.layout, value, name), partial))
-        for table, name, own, partial in cuts:
-            yield table, name, Placed(name, stage, self.placements(own, partial))
+        for table, name, own, sums in cuts:
+            yield table, name, Placed(name, stage, self.placements(own, sums))
 
     def placements(self, cuts: Cuts, partial: Mapping[str, str]) -> tuple[str, ...]:
         """By axis in the order of the mesh."""
@@ -188,6 +188,11 @@ def _outputs(pcg: PCG) -> Iterator[tuple[str, PValue]]:
 
 def _missing(found: Description, placers: Sequence[_Placer]) -> Iterator[str]:
     """Layouts that placements cannot say, and what of a step is no placement at all."""
+    for placer in placers:
+        for axis in placer.mesh.axes:
+            strides = [prime.stride for prime in axis.primes]
+            if strides != sorted(strides, reverse=True):  # groups of ranks are sorted
+                yield f"axis {axis.name}, whose ranks are not in ascending order"
     lines: dict[str, list[str]] = {}
     for placer in placers:
         for words, names in placer.missing.items():
@@ -212,17 +217,15 @@ def _missing(found: Description, placers: Sequence[_Placer]) -> Iterator[str]:
 
 
 def _stored_words(placers: Sequence[_Placer]) -> Iterator[str]:
-    """Gradients and optimizer states in smaller parts than their weights, or in host memory."""
+    """Gradients and optimizer states in smaller parts than their weights."""
     found: dict[str, list[str]] = {}
     for placer in placers:
         for parameter in placer.pcg.parameters:
             own = parameter.decision
             stored = (("gradient", own.gradient), ("optimizer state", own.optimizer))
             for what, storage in stored:
-                if storage.axes != own.weight.axes or storage.memory != own.weight.memory:
-                    where = " in host memory" if storage.memory == "host" else ""
-                    over = f" over {', '.join(storage.axes)}" if storage.axes else ""
-                    words = f"{what} stored{over}{where}"
+                if storage.axes != own.weight.axes:
+                    words = f"{what} stored over {', '.join(storage.axes)}"
                     found.setdefault(words, []).append(parameter.input.target)
     for words, names in found.items():
         yield f"{names_text(names)}: {words} (as the weight there)"

@@ -89,8 +89,6 @@ def _zero(found: Description) -> Flags:
         yield "--num-distributed-optimizer-instances", str(own.data // own.shard)
         if own.zero > 1:
             yield "--outer-dp-sharding-strategy", "no_shard"
-    if found.offloads:
-        yield ("--optimizer-cpu-offload",)
 
 
 def _batch(found: Description) -> Flags:

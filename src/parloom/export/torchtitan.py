@@ -86,7 +86,6 @@ def _training(found: Description) -> dict[str, Any]:
         "dtype": "bfloat16" if half and own.master_dtype is None else "float32",
         "mixed_precision_param": "bfloat16" if half else "float32",
         "mixed_precision_reduce": "float32",
-        "enable_cpu_offload": found.offloads,
     }
     if found.positions:
         values["seq_len"] = found.positions
@@ -130,5 +129,3 @@ def _missing(found: Description) -> Iterator[str]:
         yield "the mean of the losses of microbatches (one loss over the whole batch there)"
     if found.plan.optimizer.name.lower() not in OPTIMIZERS:
         yield f"optimizer {found.plan.optimizer.name}"
-    if found.offloads:
-        yield "optimizer state alone in host memory (weights and gradients there, too)"

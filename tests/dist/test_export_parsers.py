@@ -1,0 +1,186 @@
+"""The files for other frameworks as their own parsers read them, each in a process of its own.
+
+Where a parser is not installed (`make parsers` installs all), its test is skipped.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parloom.comparators.configuration import Configuration
+from parloom.export import accelerate, deepspeed, torchtitan
+from parloom.export.description import Description, describe
+from parloom.export.settings import Settings
+from tests.exported import planned
+
+CASES = {
+    "data": Configuration(data=16, master_dtype=None),
+    "zero1": Configuration(data=16, zero=1, recompute="full", master_dtype=None),
+    "zero2": Configuration(data=8, microbatch=1, num_microbatches=2, zero=2, master_dtype=None),
+    "fsdp": Configuration(data=16, zero=3, shard=8, recompute="selective", master_dtype=None),
+    "tensor": Configuration(
+        tensor=2, data=8, microbatch=2, zero=3, sequence_parallel=True, master_dtype=None
+    ),
+    "context": Configuration(tensor=2, context=2, data=4, microbatch=4, zero=3, master_dtype=None),
+    "pipeline": Configuration(
+        pipeline=2, tensor=2, data=4, microbatch=2, num_microbatches=2, master_dtype=None
+    ),
+}
+
+TORCHTITAN = """
+from types import SimpleNamespace
+from torchtitan.config import ParallelismConfig, TrainingConfig
+names = {}
+exec(compile(open(path).read(), path, "exec"), names)
+config = names["settings"](SimpleNamespace(training=TrainingConfig()))
+assert isinstance(config.parallelism, ParallelismConfig)
+own = config.parallelism
+found = {
+    "degrees": [own.data_parallel_replicate_degree, own.data_parallel_shard_degree,
+                own.context_parallel_degree, own.tensor_parallel_degree,
+                own.pipeline_parallel_degree],
+    "batch": config.training.global_batch_size,
+    "recompute": type(config.activation_checkpoint).__qualname__,
+}
+"""
+ACCELERATE = """
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
+args = launch_command_parser().parse_args(["--config_file", path, "train.py"])
+args, _, _ = _validate_launch_command(args)
+found = {"kind": [bool(args.use_fsdp), bool(args.use_deepspeed), bool(args.multi_gpu)],
+         "processes": args.num_processes}
+if args.use_fsdp:
+    os.environ.update({k: v for k, v in prepare_multi_gpu_env(args).items()
+                       if k.startswith(("FSDP", "PARALLELISM"))})
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    own, plugin = ParallelismConfig(), FullyShardedDataParallelPlugin()
+    assert own.total_size == args.num_processes
+    found["degrees"] = [own.dp_replicate_size, own.dp_shard_size, own.cp_size, own.tp_size]
+    found["reshard"], found["recompute"] = plugin.reshard_after_forward, plugin.activation_checkpointing
+"""
+DEEPSPEED = """
+from types import SimpleNamespace
+from deepspeed.runtime import config
+config.dist.get_rank = lambda: 0
+ranks = json.load(open(path))["train_batch_size"] // WORLD
+mpu = SimpleNamespace(get_data_parallel_world_size=lambda: data)
+own = config.DeepSpeedConfig(path, mpu=mpu)
+found = {"zero": int(own.zero_optimization_stage), "micro": own.train_micro_batch_size_per_gpu,
+         "steps": own.gradient_accumulation_steps, "batch": own.train_batch_size,
+         "tensor": own.tensor_parallel_config.autotp_size,
+         "hpz": own.zero_config.zero_hpz_partition_size}
+""".replace('ranks = json.load(open(path))["train_batch_size"] // WORLD\n', "")
+
+
+@pytest.fixture(scope="module")
+def described() -> dict[str, Description]:
+    return {name: describe(planned(chosen)) for name, chosen in CASES.items()}
+
+
+def read(
+    package: str,
+    code: str,
+    settings: Callable[[Description], Settings],
+    described: dict[str, Description],
+    folder: Path,
+) -> dict[str, Any]:
+    """What the parser of `package` makes of the file of each case."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    paths = {}
+    for name, found in described.items():
+        own = settings(found)
+        paths[name] = str(folder / f"{name}-{own.name}"), found.chosen.data
+        Path(paths[name][0]).write_text(own.text)
+    program = (
+        "import json, os, sys, logging\n"
+        "logging.disable()\n"
+        "def read(path, data):\n"
+        + "".join(f"    {line}\n" for line in code.splitlines())
+        + "    return found\n"
+        "paths = json.loads(sys.argv[1])\n"
+        "print('FOUND', json.dumps({name: read(*own) for name, own in paths.items()}))\n"
+    )
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, json.dumps(paths)],
+        env={**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"},
+        capture_output=True, text=True, check=False, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+def test_torchtitan(described: dict[str, Description], tmp_path: Path) -> None:
+    found = read("torchtitan", TORCHTITAN, torchtitan.settings, described, tmp_path)
+    degrees = {name: own["degrees"] for name, own in found.items()}
+    assert degrees == {
+        "data": [16, 1, 1, 1, 1],
+        "zero1": [1, 16, 1, 1, 1],
+        "zero2": [1, 8, 1, 1, 1],
+        "fsdp": [2, 8, 1, 1, 1],
+        "tensor": [1, 8, 1, 2, 1],
+        "context": [1, 4, 2, 2, 1],
+        "pipeline": [4, 1, 1, 2, 2],
+    }
+    assert {own["batch"] for own in found.values()} == {16}
+    assert found["zero1"]["recompute"] == "FullAC.Config"
+    assert found["fsdp"]["recompute"] == "SelectiveAC.Config"
+    assert found["data"]["recompute"] == "NoneType"
+
+
+def test_accelerate(described: dict[str, Description], tmp_path: Path) -> None:
+    found = read("accelerate", ACCELERATE, accelerate.settings, described, tmp_path)
+    fsdp, plugin, plain = [True, False, False], [False, True, False], [False, False, True]
+    kinds = {name: own["kind"] for name, own in found.items()}
+    assert kinds == {
+        "data": plain, "zero1": plugin, "zero2": fsdp, "fsdp": fsdp, "tensor": fsdp,
+        "context": fsdp, "pipeline": fsdp,
+    }  # fmt: skip
+    assert found["fsdp"]["degrees"] == [2, 8, 1, 1]
+    assert found["tensor"]["degrees"] == [1, 8, 1, 2]
+    assert found["context"]["degrees"] == [1, 4, 2, 2]
+    assert found["fsdp"]["reshard"]
+    assert not found["zero2"]["reshard"]
+    assert {name: own["processes"] for name, own in found.items() if own["processes"] != 16} == {
+        "zero2": 8,
+        "pipeline": 8,
+    }
+
+
+def test_deepspeed(described: dict[str, Description], tmp_path: Path) -> None:
+    found = read("deepspeed", DEEPSPEED, deepspeed.settings, described, tmp_path)
+    zero = {"data": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "tensor": 2, "context": 2, "pipeline": 0}
+    assert {name: own["zero"] for name, own in found.items()} == zero
+    assert {own["batch"] for own in found.values()} == {16}
+    assert found["fsdp"]["hpz"] == 8
+    assert found["tensor"]["tensor"] == 2
+    assert (found["zero2"]["micro"], found["zero2"]["steps"]) == (1, 2)
+
+
+@pytest.mark.parametrize("broken", ["zero_optimization", "train_batch_size"])
+def test_a_wrong_file_is_refused(
+    broken: str, described: dict[str, Description], tmp_path: Path
+) -> None:
+    """The parser sees what it is given."""
+
+    def wrong(found: Description) -> Settings:
+        own = deepspeed.settings(found)
+        document = json.loads(own.text)
+        document[broken] = {"stag": 3} if broken == "zero_optimization" else 17
+        return Settings(own.name, json.dumps(document))
+
+    with pytest.raises(AssertionError, match="stag|17"):
+        read("deepspeed", DEEPSPEED, wrong, {"data": described["data"]}, tmp_path)

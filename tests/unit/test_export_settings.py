@@ -1,0 +1,355 @@
+"""Settings of other frameworks: they say what the plan is, or list what they cannot."""
+
+import argparse
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parloom import cli
+from parloom.comparators.configuration import Configuration
+from parloom.export import accelerate, deepspeed, megatron, torchtitan
+from parloom.export.description import Irregular, Kind, describe
+from parloom.export.differences import names_text
+from parloom.exporting import FRAMEWORKS, TARGETS
+from parloom.ir.plan import NodeDecision, ParameterDecision, Plan
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+from tests.exported import BATCH, BLOCKS, planned
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """The flags of Megatron-LM's `megatron/training/arguments.py` that settings use, with its
+    choices; Megatron-LM's own parser needs more than what PyPI has of it.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    numbers = (
+        "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"
+        " expert-model-parallel-size expert-tensor-parallel-size micro-batch-size"
+        " global-batch-size seq-length num-virtual-stages-per-pipeline-rank"
+        " recompute-num-layers num-distributed-optimizer-instances make-vocab-size-divisible-by"
+    )
+    switches = (
+        "sequence-parallel use-distributed-optimizer use-megatron-fsdp calculate-per-token-loss"
+        " account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split bf16 fp16"
+        " no-gradient-accumulation-fusion accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16"
+        " optimizer-cpu-offload"
+    )
+    choices = {
+        "cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],
+        "recompute-granularity": ["full", "selective"],
+        "recompute-method": ["uniform", "block"],
+        "data-parallel-sharding-strategy": ["optim", "optim_grads", "optim_grads_params"],
+        "outer-dp-sharding-strategy": ["no_shard", "optim"],
+        "ckpt-format": ["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"],
+        "optimizer": ["adam", "sgd"],
+    }  # fmt: skip
+    for name in numbers.split():
+        parser.add_argument(f"--{name}", type=int)
+    for name in switches.split():
+        parser.add_argument(f"--{name}", action="store_true")
+    for name, allowed in choices.items():
+        parser.add_argument(f"--{name}", choices=allowed)
+    parser.add_argument("--pipeline-model-parallel-layout")
+    parser.add_argument("--recompute-modules", nargs="*")
+    return parser
+
+
+def megatron_args(plan: Plan) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """What a shell and Megatron-LM's parser make of the file, and what is not in it."""
+    found = megatron.settings(describe(plan))
+    lexer = shlex.shlex(found.text.partition("PARALLEL_ARGS=(")[2], posix=True)
+    lexer.whitespace_split = True
+    words = [word for word in lexer if word != ")"]
+    return megatron_parser().parse_args(words), found.missing
+
+
+def zero_of(args: argparse.Namespace) -> int:
+    levels = {None: 1, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+    strategy = args.data_parallel_sharding_strategy
+    return levels[strategy] if args.use_distributed_optimizer else 0
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> Configuration:
+    """Of 16 ranks: what `megatron` may propose for the GPT."""
+    tensor = draw(st.sampled_from([1, 2, 4]))
+    pipeline = draw(st.sampled_from([1, 2, 4]))
+    chunks = draw(st.sampled_from([1, 2])) if pipeline == 2 else 1
+    data = 16 // tensor // pipeline
+    counts = [n for n in (1, 2, 4) if BATCH % (data * n) == 0 and (chunks == 1 or n % 2 == 0)]
+    if not counts:
+        chunks, counts = 1, [1]
+    count = draw(st.sampled_from(counts))
+    zero = draw(st.integers(0, 3)) if data > 1 else 0
+    shards = [n for n in (0, 2, 4) if n < data and zero]
+    return Configuration(
+        tensor=tensor,
+        pipeline=pipeline,
+        interleave=chunks,
+        data=data,
+        zero=zero,
+        shard=draw(st.sampled_from(shards or [0])),
+        microbatch=BATCH // data // count,
+        num_microbatches=count,
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        master_dtype=None,
+    )
+
+
+@given(configurations())
+@settings(max_examples=12)
+def test_megatron_reads_back_the_configuration(chosen: Configuration) -> None:
+    args, missing = megatron_args(planned(chosen))
+    assert missing == ()
+    assert args.tensor_model_parallel_size == chosen.tensor
+    assert args.pipeline_model_parallel_size == chosen.pipeline
+    assert (args.num_virtual_stages_per_pipeline_rank or 1) == chosen.interleave
+    assert args.sequence_parallel == chosen.sequence_parallel
+    assert zero_of(args) == chosen.zero
+    shard = chosen.data // (args.num_distributed_optimizer_instances or 1)
+    assert shard == (chosen.shard or chosen.data)
+    assert args.micro_batch_size == chosen.microbatch
+    assert args.global_batch_size == chosen.samples
+    assert (args.recompute_granularity == "full") == (chosen.recompute == "full")
+
+
+PLAIN = Configuration(tensor=2, data=8, microbatch=2, zero=1, master_dtype=None)
+
+
+def changed(plan: Plan, **changes: Any) -> Plan:
+    return replace(plan, decisions=replace(plan.decisions, **changes))
+
+
+def without_factor(plan: Plan, key: str, factor: str) -> Plan:
+    """The plan with a factor of one operator replicated."""
+    nodes = [
+        NodeDecision(n.key, tuple(f for f in n.factors if f[0] != factor)) if n.key == key else n
+        for n in plan.decisions.nodes
+    ]
+    assert nodes != list(plan.decisions.nodes)
+    return changed(plan, nodes=tuple(nodes))
+
+
+def test_one_other_layout_is_listed() -> None:
+    plan = planned(PLAIN)
+    assert megatron_args(plan)[1] == ()
+    _, missing = megatron_args(without_factor(plan, "blocks.2.up:linear#0", "n"))
+    assert "blocks.2.up.weight: laid out as [64, 16], not [2/tensor·32, 16]" in missing
+    assert "blocks.2.up.bias: laid out as [64], not [2/tensor·32]" in missing
+    assert not any("blocks.1" in line for line in missing)
+
+
+def test_one_other_storage_is_listed() -> None:
+    plan = planned(PLAIN)
+    first, *others = plan.decisions.parameters
+    whole = ParameterDecision(first.name)
+    _, missing = megatron_args(changed(plan, parameters=(whole, *others)))
+    wanted = f"{first.name}: optimizer state stored whole, not over 8 data-parallel ranks"
+    assert missing == (wanted,)
+
+
+def test_layouts_are_found_by_what_axes_split() -> None:
+    plan = planned(PLAIN)
+    text = plan_to_json(plan).replace('"tensor"', '"x"').replace('"data"', '"y"')
+    renamed = plan_from_json(text, "renamed")
+    assert renamed.decisions != plan.decisions
+    assert describe(renamed).chosen == describe(plan).chosen == PLAIN
+    assert describe(renamed).irregular == ()
+
+
+def test_uneven_stages() -> None:
+    chosen = Configuration(
+        pipeline=2, data=8, microbatch=1, num_microbatches=2, zero=1, master_dtype=None
+    )
+    plan = planned(chosen, blocks=(3, 1))
+    args, missing = megatron_args(plan)
+    assert (args.pipeline_model_parallel_layout, missing) == ("Et*3|t*1L", ())
+    found = describe(plan)
+    assert not found.even
+    wanted = "pipeline of 2 uneven stages (3, 1 blocks) over 2 groups of ranks, schedule 1f1b"
+    for framework in (accelerate, deepspeed):
+        assert wanted in framework.settings(found).missing
+    config = torchtitan_config(plan)
+    assert config.parallelism.module_fqns_per_model_part == [
+        ["tokens", "positions", "blocks.0", "blocks.1", "blocks.2"],
+        ["blocks.3", "norm", "head"],
+    ]
+
+
+def test_other_schedules_are_listed() -> None:
+    chosen = Configuration(
+        pipeline=2, data=8, num_microbatches=2, microbatch=1, schedule="gpipe", master_dtype=None
+    )
+    plan = planned(chosen)
+    assert megatron_args(plan)[1] == ("schedule gpipe (1F1B there)",)
+    config = torchtitan_config(plan)
+    assert config.parallelism.pipeline_parallel_schedule == "GPipe"
+    assert torchtitan.settings(describe(plan)).missing == ()
+
+
+def test_stages_of_other_degrees_are_listed() -> None:
+    chosen = Configuration(pipeline=2, tensor=4, data=2, microbatch=8, master_dtype=None)
+    plan, other = planned(chosen), planned(replace(chosen, tensor=2, data=4, microbatch=4))
+    first, last = plan.decisions.stages[0], other.decisions.stages[1]
+    own = {item for item in last.items}
+    nodes = [n for n in plan.decisions.nodes if not owned(n.key, own)]
+    nodes += [n for n in other.decisions.nodes if owned(n.key, own)]
+    mixed = changed(plan, stages=(first, last), nodes=tuple(nodes))
+    found = describe(mixed)
+    assert "stage 1 split by data 4, tensor 2, not data 2, tensor 4" in [
+        own.words for own in found.irregular
+    ]
+
+
+def owned(key: str, items: set[str]) -> bool:
+    return key in items or any(
+        key.startswith(f"{item}.") or key.startswith(f"{item}:") for item in items
+    )
+
+
+def test_rewrites_and_padding_are_listed() -> None:
+    chosen = Configuration(tensor=4, data=4, microbatch=4, master_dtype=None)
+    plan = planned(chosen, vocab=62)
+    padding = "padding of tokens.weight from 62 to 64 rows"
+    args, missing = megatron_args(plan)
+    assert (args.make_vocab_size_divisible_by, missing) == (16, ())
+    for framework in (accelerate, deepspeed, torchtitan):
+        assert padding in framework.settings(describe(plan)).missing
+
+
+def test_recomputation() -> None:
+    chosen = replace(PLAIN, recompute="alternate")
+    found = describe(planned(chosen))
+    assert found.recompute.whole == (True, False, True, False)
+    for framework in FRAMEWORKS.values():
+        assert any("recomputation of blocks.0,2" in line for line in framework(found).missing)
+    first = replace(found.plan.decisions.activations[0], prefix="blocks.1")
+    plan = changed(found.plan, activations=(found.plan.decisions.activations[0], first))
+    args, missing = megatron_args(plan)
+    assert (args.recompute_method, args.recompute_num_layers, missing) == ("block", 2, ())
+    cheap = describe(planned(replace(PLAIN, recompute="selective")))
+    assert cheap.recompute.cheap
+    assert any("gelu" in line for line in megatron.settings(cheap).missing)
+
+
+def torchtitan_config(plan: Plan) -> Any:
+    """What the file makes of a configuration, with stand-ins for torchtitan's classes."""
+    text = torchtitan.settings(describe(plan)).text
+    lines = [line for line in text.splitlines() if not line.startswith("from torchtitan")]
+    names: dict[str, Any] = {"ParallelismConfig": SimpleNamespace}
+    names |= {
+        kind: SimpleNamespace(Config=lambda kind=kind: kind) for kind in ("FullAC", "SelectiveAC")
+    }
+    exec(compile("\n".join(lines), "settings", "exec"), names)
+    return names["settings"](SimpleNamespace(training=SimpleNamespace()))
+
+
+def test_torchtitan() -> None:
+    chosen = Configuration(
+        tensor=2, data=8, zero=3, shard=4, microbatch=1, num_microbatches=2, recompute="full",
+        sequence_parallel=True, master_dtype=None,
+    )  # fmt: skip
+    plan = planned(chosen)
+    config = torchtitan_config(plan)
+    assert config.parallelism.data_parallel_replicate_degree == 2
+    assert config.parallelism.data_parallel_shard_degree == 4
+    assert config.parallelism.tensor_parallel_degree == 2
+    assert config.parallelism.enable_sequence_parallel
+    assert config.training.local_batch_size == 1
+    assert config.training.global_batch_size == BATCH
+    assert config.activation_checkpoint == "FullAC"
+    assert torchtitan.settings(describe(plan)).missing == ()
+
+
+def test_deepspeed_and_accelerate() -> None:
+    chosen = Configuration(data=16, zero=3, microbatch=1, recompute="full", master_dtype=None)
+    plan = planned(chosen)
+    document = json.loads(deepspeed.settings(describe(plan)).text)
+    assert document["zero_optimization"]["stage"] == 3
+    assert document["train_batch_size"] == BATCH
+    found = accelerate.settings(describe(plan))
+    config = yaml.safe_load(found.text)
+    assert config["distributed_type"] == "FSDP"
+    assert config["fsdp_config"]["fsdp_activation_checkpointing"]
+    assert config["parallelism_config"]["parallelism_config_dp_shard_size"] == 16
+    assert found.missing == ()
+
+
+def test_accelerate_kinds() -> None:
+    kinds = {
+        "DEEPSPEED": Configuration(data=16, zero=1, master_dtype=None),
+        "MULTI_GPU": Configuration(data=16, master_dtype=None),
+    }
+    for kind, chosen in kinds.items():
+        found = accelerate.settings(describe(planned(chosen)))
+        assert yaml.safe_load(found.text)["distributed_type"] == kind
+        assert found.missing == ()
+
+
+def saved(folder: Path, plan: Plan) -> str:
+    file = folder / "plan.json"
+    file.write_text(plan_to_json(plan))
+    return str(file)
+
+
+def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = saved(tmp_path, planned(replace(PLAIN, recompute="alternate")))
+    out = tmp_path / "out"
+    for name in ("deepspeed", "dtensor"):
+        command = ["export", plan, "--to", name, "--out", str(out)]
+        assert cli.main([*command, "--strict"]) == 3
+        said = capsys.readouterr()
+        assert f"not expressible in {name}:" in said.err
+        assert "recomputation of blocks.0,2" in said.err
+        assert not out.exists()
+        assert cli.main([*command, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert any("blocks.0,2" in line for line in document["not_expressible"])
+        assert cli.main(command) == 0
+        assert "not expressible there:" in capsys.readouterr().out
+        for file in out.iterdir():
+            file.unlink()
+        out.rmdir()
+
+
+def test_strict_writes_what_is_expressible(tmp_path: Path) -> None:
+    plan = saved(tmp_path, planned(PLAIN))
+    command = ["export", plan, "--to", "megatron", "--strict", "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 0
+    assert "--use-distributed-optimizer" in (tmp_path / "out" / megatron.FILE).read_text()
+
+
+def test_unknown_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(tmp_path), "--to", "torchtitain"]) == 2
+    said = capsys.readouterr().err
+    assert "no target 'torchtitain'; did you mean 'torchtitan'" in said
+    for name in TARGETS:
+        assert name in said
+
+
+def test_names_are_no_code() -> None:
+    found = describe(planned(PLAIN))
+    hostile = 'a\nrm -rf $(b) """ \' `c`'
+    bad = replace(found, irregular=(Irregular(Kind.REWRITE, hostile),))
+    for name, framework in FRAMEWORKS.items():
+        text = framework(bad).text
+        if name in ("torchtitan", "dtensor"):
+            compile(text, name, "exec")
+        assert "\nrm" not in text
+
+
+def test_names_of_blocks_are_one() -> None:
+    names = ["blocks.0.up", "blocks.1.up", "blocks.3.up", "head", "blocks.0", "layers.11.x:add#0"]
+    assert names_text(names) == "blocks.0-1,3.up, head, blocks.0, layers.11.x:add#0"
+
+
+def test_all_blocks_are_known() -> None:
+    assert len(describe(planned(PLAIN)).blocks) == BLOCKS
