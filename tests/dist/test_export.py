@@ -134,7 +134,7 @@ def test_ray_is_python(folder: Path) -> None:
 
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(folder / "one"), "--to", "slrum"]) == 2
-    assert "no launcher 'slrum'; did you mean 'slurm'?" in capsys.readouterr().err
+    assert "no target 'slrum'; did you mean 'slurm'?" in capsys.readouterr().err
     assert cli.main(["export", str(folder / "none"), "--to", "slurm"]) == 2
 
 

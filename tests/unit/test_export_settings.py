@@ -14,14 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parloom import cli
-from parloom.comparators.configuration import Configuration
-from parloom.export import accelerate, deepspeed, megatron, torchtitan
+from parloom.comparators.baselines import METHODS, data_parallel
+from parloom.comparators.configuration import Configuration, laid_out
+from parloom.cost.clusters import resolve_cluster
+from parloom.errors import InputError, ParloomError
+from parloom.export import accelerate, deepspeed, description, megatron, torchtitan
 from parloom.export.description import Irregular, Kind, describe
 from parloom.export.differences import names_text
 from parloom.exporting import FRAMEWORKS, TARGETS
-from parloom.ir.plan import NodeDecision, ParameterDecision, Plan
+from parloom.ir.microbatches import of_microbatch
+from parloom.ir.plan import ModelSource, NodeDecision, Optimizer, ParameterDecision, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
-from tests.exported import BATCH, BLOCKS, planned
+from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.merge import merges
+from parloom.rewrite.rewrites import rewritten
+from tests.exported import BATCH, BLOCKS, gpt, plan_of, planned
+from tests.unit.graphs import graph, node
 
 
 def megatron_parser() -> argparse.ArgumentParser:
@@ -105,7 +113,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 
 @given(configurations())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_megatron_reads_back_the_configuration(chosen: Configuration) -> None:
     args, missing = megatron_args(planned(chosen))
     assert missing == ()
@@ -223,6 +231,110 @@ def test_rewrites_and_padding_are_listed() -> None:
     assert (args.make_vocab_size_divisible_by, missing) == (16, ())
     for framework in (accelerate, deepspeed, torchtitan):
         assert padding in framework.settings(describe(plan)).missing
+
+
+def test_values_computed_in_another_way_are_listed() -> None:
+    shapes = {"w": (8, 8), "u": (8, 8)}
+    own = graph(
+        shapes,
+        {"x": ((4, 8), "float32")},
+        node("linear", "x", "w", to="one", shape=(4, 8), path="one"),
+        node("linear", "x", "u", to="two", shape=(4, 8), path="two"),
+        node("mul", "one", "two", to="both", shape=(4, 8)),
+        node("sum", "both", to="loss", shape=()),
+    )
+    take = next(text for text in map(str, merges(own)) if "one" in text and "two" in text)
+    cluster = resolve_cluster("4xcpu").cluster
+    decisions = next(data_parallel(rewritten(own, (take,)), cluster))
+    source = ModelSource("model.py:build")
+    plan = Plan(source, "4xcpu", "0" * 16, Optimizer(), "test",
+                replace(decisions, rewrites=(take,)), print_graph(own))  # fmt: skip
+    for framework in FRAMEWORKS.values():
+        (line,) = (line for line in framework(describe(plan)).missing if "rewrite" in line)
+        assert line.startswith("rewrite: one, two: computed by")
+
+
+def test_the_program_of_one_microbatch() -> None:
+    own, _ = gpt()
+    text = print_graph(of_microbatch(own, {"input_ids": 0, "labels": 0}, 2))
+    chosen = Configuration(data=8, microbatch=2, num_microbatches=2, master_dtype=None)
+    decisions = laid_out(parse_graph(text), chosen, resolve_cluster("8xcpu").cluster)
+    plan = replace(planned(PLAIN), graph=text, cluster="8xcpu",
+                   decisions=decisions.decisions(chosen))  # fmt: skip
+    found = describe(changed(plan, batch_semantics="microbatch"))
+    assert (found.chosen, found.samples, found.irregular) == (chosen, 2 * BATCH, ())
+    assert "--calculate-per-token-loss" not in megatron.settings(found).text
+    assert any("losses of microbatches" in line for line in torchtitan.settings(found).missing)
+    assert not any("loss" in line for line in deepspeed.settings(found).missing)
+
+
+def test_what_lies_beside_the_blocks() -> None:
+    chosen = Configuration(pipeline=2, data=8, microbatch=1, num_microbatches=2, master_dtype=None)
+    plan = planned(chosen)
+    first, last = plan.decisions.stages
+    order = [item for item in first.items if not item.startswith("blocks")]
+    astray = order[-1]
+    moved = (
+        replace(first, items=(astray,)),
+        replace(first, devices=last.devices, items=tuple(
+            item for item in (*first.items, *last.items) if item != astray
+        )),
+    )  # fmt: skip
+    with pytest.raises(ParloomError):  # what comes before it is in a later stage
+        describe(changed(plan, stages=moved))
+    before, after = order[:1], (*first.items[1:], *last.items)
+    stages = (replace(first, items=tuple(before)), replace(last, items=tuple(after)))
+    found = describe(changed(plan, stages=stages))
+    (line,) = (line for line in megatron.settings(found).missing if "stage 1" in line)
+    assert line.startswith(order[1])
+
+
+def test_settings_that_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(PLAIN)
+    real, asked = description.laid_out, list[Configuration]()
+
+    def refused(graph: Any, chosen: Configuration, cluster: Any) -> Any:
+        asked.append(chosen)
+        if len(asked) == 1:
+            raise InputError("no")
+        return real(graph, chosen, cluster)
+
+    monkeypatch.setattr(description, "laid_out", refused)
+    missing = megatron.settings(describe(plan)).missing
+    assert missing[0] == "these settings are no plan of the model (no)"
+    wanted = "blocks.0-3.attention.qkv.weight: laid out as [3·2/tensor·8, 16], not [48, 16]"
+    assert wanted in missing
+
+
+@pytest.mark.parametrize("method", ["data_parallel", "fsdp", "megatron"])
+def test_rules_of_thumb_are_regular(method: str) -> None:
+    own, _ = gpt()
+    decisions = next(METHODS[method](own, resolve_cluster("2x2xcpu").cluster, 1, 0))
+    assert describe(plan_of(decisions, "2x2xcpu")).irregular == ()
+
+
+def test_a_random_plan_is_not() -> None:
+    own, _ = gpt()
+    decisions = next(METHODS["random"](own, resolve_cluster("2x2xcpu").cluster, 1, 0))
+    found = describe(plan_of(decisions, "2x2xcpu"))
+    words = "; ".join(found.are(Kind.LAYOUT))
+    assert "blocks.0" in words
+    assert "tokens.weight" in words
+    assert "results of" in words
+
+
+def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = str(tmp_path / "plan"), str(tmp_path)
+    command = ["plan", "zoo:mlp", "--cluster", "2xcpu", "--batch", "8", "--no-rewrites"]
+    command += ["--forbid", "pipeline"]
+    assert cli.main([*command, "--out", folder]) == 0
+    for name in FRAMEWORKS:
+        capsys.readouterr()
+        assert cli.main(["export", folder, "--to", name, "--out", out, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert Path(document["file"]).exists()
+    wanted = 3 if document["not_expressible"] else 0
+    assert cli.main(["export", folder, "--to", name, "--out", out, "--strict"]) == wanted
 
 
 def test_recomputation() -> None:

@@ -13,7 +13,6 @@ from math import prod
 
 from parloom.comparators.configuration import (
     Configuration,
-    LaidOut,
     cheap_operators,
     laid_out,
     num_positions,
@@ -24,7 +23,7 @@ from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, LayoutError
 from parloom.execute.program import lowered
-from parloom.export.differences import Program, layout_differences
+from parloom.export.differences import Program, operator_differences, parameter_differences
 from parloom.export.roles import (
     CONTEXT,
     COPY,
@@ -45,7 +44,7 @@ from parloom.ir.regular_parts import devices_of, part_with, used_cluster
 from parloom.ir.schedules import CHUNKS
 from parloom.ir.stages import item_key
 from parloom.ir.text import parse_graph
-from parloom.report.naming import names_of
+from parloom.report.naming import Names, names_of
 from parloom.report.words import rewrite_words
 from parloom.rewrite.rewrites import BLOCK, rewritten, takes_of
 from parloom.rewrite.stripes import parse_stripe
@@ -107,7 +106,7 @@ class Description:
     @property
     def samples(self) -> int:
         """The global batch."""
-        return num_samples(self.graph)
+        return _samples(self.graph, self.plan.decisions)
 
     @property
     def blocks_of_stages(self) -> tuple[int, ...]:
@@ -127,6 +126,12 @@ class Description:
     def are(self, *kinds: Kind) -> Iterator[str]:
         """The words of what is irregular of these kinds."""
         return (own.words for own in self.irregular if own.kind in kinds)
+
+
+def _samples(graph: Graph, decisions: Decisions) -> int:
+    """The global batch; the graph may be of one microbatch."""
+    alone = any(entry.samples is not None for entry in graph.of_kind("batch"))
+    return num_samples(graph) * (decisions.num_microbatches if alone else 1)
 
 
 def describe(plan: Plan) -> Description:
@@ -151,7 +156,7 @@ def describe(plan: Plan) -> Description:
         *_rewrite_words(captured, decisions),
     ]
     programs = [Program(pcg, own.roles) for pcg, own in zip(stages.pcgs, splits, strict=True)]
-    irregular += _layout_words(captured, decisions, chosen, cluster, programs, usual)
+    irregular += _layout_words(captured, decisions, chosen, cluster, programs, usual, names)
     return Description(
         plan,
         graph,
@@ -195,7 +200,7 @@ def _configuration(graph: Graph, decisions: Decisions, pcg: PCG, splits: Splits)
         expert=mesh.size(splits.experts),
         zero=level,
         shard=shard,
-        microbatch=max(1, num_samples(graph) // (data * count)),
+        microbatch=max(1, _samples(graph, decisions) // (data * count)),
         num_microbatches=count,
         sequence_parallel=splits.sequence and tensor > 1,
         master_dtype=decisions.master_dtype,
@@ -285,16 +290,22 @@ def _layout_words(
     cluster: Cluster,
     programs: Sequence[Program],
     usual: int,
+    names: Names,
 ) -> Iterator[Irregular]:
     """Where the plan that `chosen` means lays tensors out otherwise."""
     stage = decisions.stages[usual]
     try:
-        laid = _laid_out(graph, chosen, cluster, stage)
-        meant = _meant(graph, decisions, laid, chosen)
+        meant = _meant(graph, decisions, chosen, _part(cluster, stage))
     except (InputError, LayoutError) as error:
-        yield Irregular(Kind.LAYOUT, f"no plan of these settings is known ({error})")
+        yield Irregular(Kind.LAYOUT, f"these settings are no plan of the model ({error})")
+        alone = Configuration(microbatch=chosen.samples // chosen.num_microbatches,
+                              num_microbatches=chosen.num_microbatches)  # fmt: skip
+        whole = _meant(graph, decisions, alone, part_of(_part(cluster, stage), 1))
+        for words in parameter_differences(programs, whole):
+            yield Irregular(Kind.LAYOUT, words)
         return
-    for words in layout_differences(programs, meant):
+    operators = operator_differences(programs, meant, names)
+    for words in (*parameter_differences(programs, meant), *operators):
         yield Irregular(Kind.LAYOUT, words)
     there = links(programs[usual].roles, programs[usual].pcg.decisions.mesh)
     here = links(meant.roles, meant.pcg.decisions.mesh)
@@ -316,15 +327,16 @@ def _apart(strides: Sequence[int]) -> str:
     return " and ".join(map(str, strides))
 
 
-def _laid_out(graph: Graph, chosen: Configuration, cluster: Cluster, stage: Stage) -> LaidOut:
+def _part(cluster: Cluster, stage: Stage) -> Cluster:
+    """The devices of a stage."""
     devices = devices_of(stage)
     own = part_with(cluster, devices).cluster
-    part = own if own.num_devices == len(devices) else part_of(own, len(devices))
-    return laid_out(graph, replace(chosen, pipeline=1, interleave=1), part)
+    return own if own.num_devices == len(devices) else part_of(own, len(devices))
 
 
-def _meant(graph: Graph, decisions: Decisions, laid: LaidOut, chosen: Configuration) -> Program:
+def _meant(graph: Graph, decisions: Decisions, chosen: Configuration, part: Cluster) -> Program:
     """The whole model as `chosen` means it, on the devices of a stage."""
+    laid = laid_out(graph, replace(chosen, pipeline=1, interleave=1), part)
     blocks = tuple(text for text in decisions.rewrites if BLOCK.fullmatch(text))
     found = replace(
         laid.decisions(chosen),

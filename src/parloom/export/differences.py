@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from parloom.export.roles import Digits, Roles, dims_of, dims_text, merged
-from parloom.ir.factors import factorize
 from parloom.ir.pcg import PCG, PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.plan_json import numbers_text
+from parloom.report.naming import Names
 
 NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=[.:]|$)")
 """The number of a block in a name: `blocks.3.up.weight`."""
@@ -50,14 +50,6 @@ class Program:
                 found[flat.key] = {factor: digits for factor, digits in own if digits}
         return found
 
-    @cached_property
-    def readers(self) -> frozenset[str]:
-        """Operators that read a parameter."""
-        names = {entry.value.name for entry in self.pcg.graph.of_kind("parameter")}
-        return frozenset(
-            flat.key for flat in self.pcg.graph.flat() if not names.isdisjoint(flat.operands)
-        )
-
     def _stored(self, parameter: PParameter) -> Stored:
         mesh, decision = self.pcg.decisions.mesh, parameter.decision
         dims = dims_of(parameter.layout, parameter.input.value.spec.shape, self.roles, mesh)
@@ -70,8 +62,8 @@ class Program:
         return merged(tuple(own), self.roles, self.pcg.decisions.mesh)
 
 
-def layout_differences(plan: Sequence[Program], meant: Program) -> Iterator[str]:
-    """Parameters and activations of a plan's stages that `meant` has otherwise, in words."""
+def parameter_differences(plan: Sequence[Program], meant: Program) -> Iterator[str]:
+    """Parameters of a plan's stages that `meant` has otherwise, in words."""
     first: dict[str, Stored] = {}
     for program in plan:
         for name, stored in program.parameters.items():
@@ -84,7 +76,6 @@ def layout_differences(plan: Sequence[Program], meant: Program) -> Iterator[str]
                 lines.setdefault(words, []).append(name)
     for words, names in lines.items():
         yield f"{names_text(names)}: {words}"
-    yield from _operator_words(plan, meant)
 
 
 def _parameter_words(own: Stored, other: Stored) -> Iterator[str]:
@@ -102,30 +93,28 @@ def _chunk_text(over: Digits) -> str:
     return " and ".join(f"over {size} {role}-parallel ranks" for role, size in over) or "whole"
 
 
-def _operator_words(plan: Sequence[Program], meant: Program) -> Iterator[str]:
-    """Operators that read no parameter, and those that read one which lies as is meant."""
+def operator_differences(plan: Sequence[Program], meant: Program, names: Names) -> Iterator[str]:
+    """Operators of a plan's stages that `meant` splits otherwise, in words; `names` are those of
+    their factors.
+    """
     lines: dict[str, list[str]] = {}
-    factored = factorize(meant.pcg.graph)
-    rules = {f.key: factored.rule(f.function, f.node) for f in meant.pcg.graph.flat()}
     for program in plan:
         for key, own in program.operators.items():
-            other = meant.operators.get(key)
-            if other is not None and own != other and dict(rules[key].sizes).keys() >= own.keys():
-                mine, its = _factors_text(own), _factors_text(other)
+            other = meant.operators.get(key)  # one that a rewrite makes is not there
+            if other is not None and own != other and names[key].keys() >= {*own, *other}:
+                mine, its = (_factors_text(factors, names[key]) for factors in (own, other))
                 lines.setdefault(f"split by {mine}, not {its}", []).append(key)
     for words, keys in lines.items():
         yield f"results of {names_text(keys)}: {words}"
 
 
-def _factors_text(factors: Mapping[str, Digits]) -> str:
-    """`d0: data 4, n: tensor 2`."""
-    return (
-        ", ".join(
-            f"{factor}: {' and '.join(f'{role} {size}' for role, size in digits)}"
-            for factor, digits in sorted(factors.items())
-        )
-        or "nothing"
+def _factors_text(factors: Mapping[str, Digits], names: Mapping[str, str]) -> str:
+    """`samples over data 4 and output features over tensor 2`."""
+    found = (
+        f"{names[factor]} over {' and '.join(f'{role} {size}' for role, size in digits)}"
+        for factor, digits in sorted(factors.items())
     )
+    return " and ".join(found) or "nothing"
 
 
 def names_text(names: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from parloom.export.settings import (
 )
 from parloom.ir.plan import GLOBAL
 from parloom.ir.plan_json import plan_hash
+from parloom.ir.stages import item_key
 from parloom.rewrite.pad import Padding
 
 FILE = "megatron_args.sh"
@@ -180,11 +181,16 @@ def _missing(found: Description) -> Iterator[str]:
 
 
 def _ends(found: Description) -> Iterator[str]:
-    """Items beside blocks that lie in other stages than the first one and the last one."""
-    own, last = set(found.blocks), len(found.stages) - 1
-    first = next((i for i, items in enumerate(found.stages) if own.intersection(items)), 0)
-    ends = [i for i, items in enumerate(found.stages) if own.intersection(items)]
+    """What is before the blocks and not in the first stage, or after them and not in the last."""
+    order = {item_key(item): index for index, item in enumerate(found.graph.main.body)}
+    blocks = [order[block] for block in found.blocks]
+    if len(found.stages) == 1 or not blocks:
+        return
     for index, items in enumerate(found.stages):
-        others = [item for item in items if item not in own]
-        if others and index not in (0, last) and (index > first and index < max(ends, default=0)):
-            yield f"{', '.join(others)} in stage {index}"
+        astray = [
+            item for item in items
+            if (order[item] < min(blocks) and index > 0)
+            or (order[item] > max(blocks) and index < len(found.stages) - 1)
+        ]  # fmt: skip
+        if astray:
+            yield f"{', '.join(astray)} in stage {index}"

@@ -20,7 +20,7 @@ from parloom.export.settings import (
     stages_words,
 )
 from parloom.ir.plan import GLOBAL
-from parloom.ir.plan_json import plan_hash
+from parloom.ir.plan_json import numbers_text, plan_hash
 
 FILE = "torchtitan_settings.py"
 SCHEDULES: Mapping[str, str] = MappingProxyType(
@@ -76,6 +76,17 @@ def _modules(items: tuple[str, ...]) -> Iterator[str]:
     yield from dict.fromkeys(item.partition(":")[0] for item in items if item.partition(":")[0])
 
 
+def _torn(found: Description) -> Iterator[str]:
+    """Modules that lie in several stages."""
+    holders: dict[str, list[int]] = {}
+    for index, items in enumerate(found.stages):
+        for module in _modules(items):
+            holders.setdefault(module, []).append(index)
+    for module, stages in holders.items():
+        if len(stages) > 1:
+            yield f"{module} in stages {numbers_text(stages)}"
+
+
 def _training(found: Description) -> dict[str, Any]:
     own = found.chosen
     in_pipeline = own.num_microbatches if len(found.stages) > 1 else 1
@@ -105,6 +116,7 @@ def _missing(found: Description) -> Iterator[str]:
     own, decisions = found.chosen, found.plan.decisions
     yield from beyond(found)
     yield from stages_words(found)
+    yield from _torn(found)
     yield from map(padding_words, paddings(found))
     if len(found.stages) > 1 and decisions.schedule not in SCHEDULES:
         yield f"schedule {decisions.schedule} (1F1B there)"
