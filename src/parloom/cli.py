@@ -1,6 +1,6 @@
 """The `parloom` command: flags in, results on stdout, progress on stderr, exit codes as documented.
 
-0 done, 1 a bug, 2 bad usage or input, 3 nothing fits, 4 cannot be captured, 5 plan of another
+0 done, 1 a bug, 2 bad usage or input, 3 nothing fits or is expressible, 4 cannot be captured, 5 plan of another
 model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrupted. torch is
 imported by the commands that need it, when they run.
 """

@@ -173,7 +173,7 @@ def test_accelerate(described: dict[str, Description], tmp_path: Path) -> None:
 
 def test_deepspeed(described: dict[str, Description], tmp_path: Path) -> None:
     found = read("deepspeed", DEEPSPEED, deepspeed.settings, described, tmp_path)
-    zero = {"data": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "tensor": 2, "context": 2, "pipeline": 0}
+    zero = {"data": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "tensor": 3, "context": 3, "pipeline": 0}
     assert {name: own["zero"] for name, own in found.items()} == zero
     assert {own["batch"] for own in found.values()} == {16}
     assert found["fsdp"]["hpz"] == 8

@@ -323,18 +323,27 @@ def test_a_random_plan_is_not() -> None:
     assert "results of" in words
 
 
+SMALL = """
+import torch
+from torch import nn
+def factory():
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    return model, {"input": torch.randn(16, 8)}, lambda output, batch: output.square().mean()
+"""
+
+
 def test_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.py").write_text(SMALL)
     folder, out = str(tmp_path / "plan"), str(tmp_path)
-    command = ["plan", "zoo:mlp", "--cluster", "2xcpu", "--batch", "8", "--no-rewrites"]
-    command += ["--forbid", "pipeline"]
-    assert cli.main([*command, "--out", folder]) == 0
+    command = ["plan", f"{tmp_path / 'small.py'}:factory", "--cluster", "2xcpu", "--devices", "2"]
+    assert cli.main([*command, "--budget", "40", "--no-rewrites", "--out", folder]) == 0
     for name in FRAMEWORKS:
         capsys.readouterr()
         assert cli.main(["export", folder, "--to", name, "--out", out, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         assert Path(document["file"]).exists()
-    wanted = 3 if document["not_expressible"] else 0
-    assert cli.main(["export", folder, "--to", name, "--out", out, "--strict"]) == wanted
+        wanted = 3 if document["not_expressible"] else 0
+        assert cli.main(["export", folder, "--to", name, "--out", out, "--strict"]) == wanted
 
 
 def test_recomputation() -> None:

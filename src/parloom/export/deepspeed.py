@@ -1,4 +1,4 @@
-"""DeepSpeed: a plan's settings as its JSON configuration (`ds_config`)."""
+"""DeepSpeed 0.19: a plan's settings as its JSON configuration (`ds_config`)."""
 
 import json
 from collections.abc import Iterator
@@ -17,26 +17,19 @@ from parloom.export.settings import (
 )
 
 FILE = "ds_config.json"
-MOST_LEVEL = 2
-"""Of ZeRO, beside tensor parallelism (AutoTP)."""
 
 
 def settings(found: Description) -> Settings:
     """The file for DeepSpeed."""
-    text = json.dumps(config(found), indent=2) + "\n"
-    return Settings(FILE, text, tuple(missing(found)))
+    text = json.dumps(_config(found), indent=2) + "\n"
+    return Settings(FILE, text, tuple(_missing(found)))
 
 
-def level(found: Description) -> int:
-    """The level of ZeRO."""
-    return min(found.chosen.zero, MOST_LEVEL) if found.chosen.tensor > 1 else found.chosen.zero
-
-
-def config(found: Description) -> dict[str, Any]:
+def _config(found: Description) -> dict[str, Any]:
     """What the file says."""
     own, half = found.chosen, found.dtype in ("bfloat16", "float16")
-    zero: dict[str, Any] = {"stage": level(found)}
-    if level(found) == 3:
+    zero: dict[str, Any] = {"stage": own.zero}
+    if own.zero == 3:
         zero["stage3_param_persistence_threshold"] = 0  # else small weights stay whole
         if own.shard:
             zero["zero_hpz_partition_size"] = own.shard
@@ -58,15 +51,13 @@ def config(found: Description) -> dict[str, Any]:
     return document
 
 
-def missing(found: Description) -> Iterator[str]:
+def _missing(found: Description) -> Iterator[str]:
     """What DeepSpeed's configuration cannot hold."""
     own = found.chosen
     yield from beyond(found)
     yield from pipeline_words(found)
     yield from map(padding_words, paddings(found))
-    if own.zero > level(found):
-        yield f"ZeRO-{own.zero} beside tensor parallelism (ZeRO-{level(found)} there)"
-    if own.shard and level(found) == 3:
+    if own.shard and own.zero == 3:
         yield (
             f"gradients and optimizer state divided over {own.shard} of {own.data} data-parallel"
             " ranks (over all there; weights over so many)"
