@@ -53,7 +53,7 @@ parsers: $(STAMP) $(VENV)/parsers/.installed
 
 $(VENV)/parsers/.installed: tests/parsers.txt
 	@rm -rf $(VENV)/parsers
-	@$(BIN)/python -m pip install --quiet --no-input --no-deps --target $(VENV)/parsers -r tests/parsers.txt
+	@$(BIN)/python -m pip install --quiet --no-input -c constraints.txt --no-deps --target $(VENV)/parsers -r tests/parsers.txt
 	@touch $@
 
 web:

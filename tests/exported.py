@@ -18,6 +18,7 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.zoo.gpt import build
 
 BATCH, POSITIONS, BLOCKS, VOCABULARY = 16, 8, 4, 64
+PLAIN = Configuration(tensor=2, data=8, microbatch=2, zero=1, master_dtype=None)
 
 
 @cache

@@ -1,8 +1,8 @@
 """The `parloom` command: flags in, results on stdout, progress on stderr, exit codes as documented.
 
-0 done, 1 a bug, 2 bad usage or input, 3 nothing fits or is expressible, 4 cannot be captured, 5 plan of another
-model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrupted. torch is
-imported by the commands that need it, when they run.
+0 done, 1 a bug, 2 bad usage or input, 3 nothing fits (or a strict export leaves something out), 4
+cannot be captured, 5 plan of another model, 6 gap not reached, 7 numbers differ, 8 environment
+unusable, 130 interrupted. torch is imported by the commands that need it, when they run.
 """
 
 import json
@@ -53,6 +53,7 @@ from parloom.cli_options import (
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import (
     EqualityError,
+    InexpressibleError,
     InfeasibleError,
     InputError,
     NotYetError,
@@ -437,7 +438,12 @@ def export(
     _quiet(verbose)
     from parloom import api, exporting
 
-    document = api.export(path, to, script or ["train.py"], out, strict=strict)
+    try:
+        document = api.export(path, to, script or ["train.py"], out, strict=strict)
+    except InexpressibleError as error:
+        if as_json:
+            show_json({"to": to, "not_expressible": list(error.missing)})
+        raise
     if as_json:
         show_json(document)
         return

@@ -24,8 +24,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
 from parloom.ir.text import print_graph
 from parloom.zoo.mlp import build
-from tests.exported import planned
-from tests.unit.test_export_settings import PLAIN
+from tests.exported import PLAIN, planned
 
 CLUSTER = "2x2xcpu"
 Batch = dict[str, Tensor]

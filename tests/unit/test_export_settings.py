@@ -1,19 +1,17 @@
 """Settings of other frameworks: they say what the plan is, or list what they cannot."""
 
-import argparse
 import json
-import shlex
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parloom import cli
+from parloom.capture import capture
 from parloom.comparators.baselines import METHODS, data_parallel
 from parloom.comparators.configuration import Configuration, laid_out
 from parloom.cost.clusters import resolve_cluster
@@ -22,114 +20,17 @@ from parloom.export import accelerate, deepspeed, description, megatron, torchti
 from parloom.export.description import Irregular, Kind, describe
 from parloom.export.differences import names_text
 from parloom.exporting import FRAMEWORKS, TARGETS
+from parloom.ir.graph import Graph
 from parloom.ir.microbatches import of_microbatch
 from parloom.ir.plan import ModelSource, NodeDecision, Optimizer, ParameterDecision, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
-from tests.exported import BATCH, BLOCKS, gpt, plan_of, planned
+from parloom.zoo import gshard
+from tests.exported import BATCH, BLOCKS, PLAIN, gpt, plan_of, planned
+from tests.megatron_flags import megatron_args
 from tests.unit.graphs import graph, node
-
-
-def megatron_parser() -> argparse.ArgumentParser:
-    """The flags of Megatron-LM's `megatron/training/arguments.py` that settings use, with its
-    choices; Megatron-LM's own parser needs more than what PyPI has of it.
-    """
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    numbers = (
-        "tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size"
-        " expert-model-parallel-size expert-tensor-parallel-size micro-batch-size"
-        " global-batch-size seq-length num-virtual-stages-per-pipeline-rank"
-        " recompute-num-layers num-distributed-optimizer-instances make-vocab-size-divisible-by"
-    )
-    switches = (
-        "sequence-parallel use-distributed-optimizer use-megatron-fsdp calculate-per-token-loss"
-        " account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split bf16 fp16"
-        " no-gradient-accumulation-fusion accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16"
-        " optimizer-cpu-offload"
-    )
-    choices = {
-        "cp-comm-type": ["p2p", "a2a", "allgather", "a2a+p2p"],
-        "recompute-granularity": ["full", "selective"],
-        "recompute-method": ["uniform", "block"],
-        "data-parallel-sharding-strategy": ["optim", "optim_grads", "optim_grads_params"],
-        "outer-dp-sharding-strategy": ["no_shard", "optim"],
-        "ckpt-format": ["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"],
-        "optimizer": ["adam", "sgd"],
-    }  # fmt: skip
-    for name in numbers.split():
-        parser.add_argument(f"--{name}", type=int)
-    for name in switches.split():
-        parser.add_argument(f"--{name}", action="store_true")
-    for name, allowed in choices.items():
-        parser.add_argument(f"--{name}", choices=allowed)
-    parser.add_argument("--pipeline-model-parallel-layout")
-    parser.add_argument("--recompute-modules", nargs="*")
-    return parser
-
-
-def megatron_args(plan: Plan) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """What a shell and Megatron-LM's parser make of the file, and what is not in it."""
-    found = megatron.settings(describe(plan))
-    lexer = shlex.shlex(found.text.partition("PARALLEL_ARGS=(")[2], posix=True)
-    lexer.whitespace_split = True
-    words = [word for word in lexer if word != ")"]
-    return megatron_parser().parse_args(words), found.missing
-
-
-def zero_of(args: argparse.Namespace) -> int:
-    levels = {None: 1, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-    strategy = args.data_parallel_sharding_strategy
-    return levels[strategy] if args.use_distributed_optimizer else 0
-
-
-@st.composite
-def configurations(draw: st.DrawFn) -> Configuration:
-    """Of 16 ranks: what `megatron` may propose for the GPT."""
-    tensor = draw(st.sampled_from([1, 2, 4]))
-    pipeline = draw(st.sampled_from([1, 2, 4]))
-    chunks = draw(st.sampled_from([1, 2])) if pipeline == 2 else 1
-    data = 16 // tensor // pipeline
-    counts = [n for n in (1, 2, 4) if BATCH % (data * n) == 0 and (chunks == 1 or n % 2 == 0)]
-    if not counts:
-        chunks, counts = 1, [1]
-    count = draw(st.sampled_from(counts))
-    zero = draw(st.integers(0, 3)) if data > 1 else 0
-    shards = [n for n in (0, 2, 4) if n < data and zero]
-    return Configuration(
-        tensor=tensor,
-        pipeline=pipeline,
-        interleave=chunks,
-        data=data,
-        zero=zero,
-        shard=draw(st.sampled_from(shards or [0])),
-        microbatch=BATCH // data // count,
-        num_microbatches=count,
-        sequence_parallel=tensor > 1 and draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "full"])),
-        master_dtype=None,
-    )
-
-
-@given(configurations())
-@settings(max_examples=8)
-def test_megatron_reads_back_the_configuration(chosen: Configuration) -> None:
-    args, missing = megatron_args(planned(chosen))
-    assert missing == ()
-    assert args.tensor_model_parallel_size == chosen.tensor
-    assert args.pipeline_model_parallel_size == chosen.pipeline
-    assert (args.num_virtual_stages_per_pipeline_rank or 1) == chosen.interleave
-    assert args.sequence_parallel == chosen.sequence_parallel
-    assert zero_of(args) == chosen.zero
-    shard = chosen.data // (args.num_distributed_optimizer_instances or 1)
-    assert shard == (chosen.shard or chosen.data)
-    assert args.micro_batch_size == chosen.microbatch
-    assert args.global_batch_size == chosen.samples
-    assert (args.recompute_granularity == "full") == (chosen.recompute == "full")
-
-
-PLAIN = Configuration(tensor=2, data=8, microbatch=2, zero=1, master_dtype=None)
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:
@@ -233,8 +134,60 @@ def test_rewrites_and_padding_are_listed() -> None:
         assert padding in framework.settings(describe(plan)).missing
 
 
+CHUNKS = (
+    "one chunk of positions for each of 2 context-parallel ranks (two chunks there, from both ends)"
+)
+RING = "blocks of keys and values that go around a ring (they are gathered there)"
+OTHERS: list[tuple[Configuration, tuple[str, ...], tuple[str, ...]]] = [
+    (Configuration(data=8, context=2, microbatch=2, zero=3), (CHUNKS,), ()),
+    (Configuration(data=8, context=2, microbatch=2, zero=2, ring=True), (CHUNKS,), (RING,)),
+    (
+        Configuration(data=8, context=2, microbatch=2, striped=True),
+        ("stripes of positions over 2 context-parallel ranks", CHUNKS),
+        ("stripes of positions over 2 context-parallel ranks",),
+    ),
+    (
+        Configuration(data=4, tensor=2, copies=2, microbatch=4),
+        ("2 ranks that do the same work",),
+        ("2 ranks that do the same work",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("chosen", "of_megatron", "of_torchtitan"), OTHERS)
+def test_other_configurations(
+    chosen: Configuration, of_megatron: tuple[str, ...], of_torchtitan: tuple[str, ...]
+) -> None:
+    chosen = replace(chosen, master_dtype=None)
+    found = describe(planned(chosen))
+    assert (found.chosen, found.irregular) == (chosen, ())
+    assert megatron.settings(found).missing == of_megatron
+    assert torchtitan.settings(found).missing == of_torchtitan
+
+
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 4), (2, 2), (2, 8)])
+def test_experts(tensor: int, expert: int) -> None:
+    sizes = {"vocab": 64, "width": 16, "depth": 2, "heads": 4, "head_width": 4, "inner": 32}
+    own = mixture(tuple(sizes.items()))
+    chosen = Configuration(
+        tensor=tensor, data=8 // tensor, expert=expert, microbatch=2 * tensor, master_dtype=None
+    )
+    decisions = laid_out(own, chosen, resolve_cluster("8xA100").cluster).decisions(chosen)
+    plan = replace(planned(PLAIN), graph=print_graph(own), cluster="8xA100", decisions=decisions)
+    found = describe(plan)
+    assert (found.chosen, found.irregular) == (chosen, ())
+    args, missing = megatron_args(plan)
+    assert args.expert_model_parallel_size == expert
+    assert bool(missing) == (1 < expert <= 8 // tensor and tensor > 1)
+
+
+@cache
+def mixture(sizes: tuple[tuple[str, int], ...]) -> Graph:
+    return capture(*gshard.build(batch=16, seq=8, experts=8, **dict(sizes)))
+
+
 def test_values_computed_in_another_way_are_listed() -> None:
-    shapes = {"w": (8, 8), "u": (8, 8)}
+    shapes: dict[str, tuple[int, ...]] = {"w": (8, 8), "u": (8, 8)}
     own = graph(
         shapes,
         {"x": ((4, 8), "float32")},
@@ -291,13 +244,13 @@ def test_what_lies_beside_the_blocks() -> None:
 
 def test_settings_that_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(PLAIN)
-    real, asked = description.laid_out, list[Configuration]()
+    asked = list[Configuration]()
 
     def refused(graph: Any, chosen: Configuration, cluster: Any) -> Any:
         asked.append(chosen)
         if len(asked) == 1:
             raise InputError("no")
-        return real(graph, chosen, cluster)
+        return laid_out(graph, chosen, cluster)
 
     monkeypatch.setattr(description, "laid_out", refused)
     missing = megatron.settings(describe(plan)).missing
@@ -430,6 +383,9 @@ def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr()
         assert f"not expressible in {name}:" in said.err
         assert "recomputation of blocks.0,2" in said.err
+        assert cli.main([*command, "--strict", "--json"]) == 3
+        listed = json.loads(capsys.readouterr().out)["not_expressible"]
+        assert any("recomputation of blocks.0,2" in line for line in listed)
         assert not out.exists()
         assert cli.main([*command, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from parloom.errors import one_line
 from parloom.execute.startup import devices_of_a_node
 from parloom.export.description import Description
 from parloom.export.settings import (
@@ -29,7 +30,9 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 def settings(found: Description) -> Settings:
     """The file for Accelerate."""
     missing = tuple(_missing(found))
-    return Settings(FILE, yaml.safe_dump(_config(found), sort_keys=True), missing)
+    head = ["# Not expressible here:"] * bool(missing) + [f"# - {one_line(m)}" for m in missing]
+    text = yaml.safe_dump(_config(found), sort_keys=True)
+    return Settings(FILE, "".join(f"{line}\n" for line in head) + text, missing)
 
 
 def _kind(found: Description) -> str:

@@ -144,7 +144,12 @@ def describe(plan: Plan) -> Description:
     splits = [splits_of(pcg, names) for pcg in stages.pcgs]
     usual = _usual(stages.pcgs, splits)
     cluster = used_cluster(resolve_cluster(plan.cluster).cluster, decisions)
-    chosen = _configuration(captured, decisions, stages.pcgs[usual], splits[usual])
+    programs = [Program(pcg, own.roles) for pcg, own in zip(stages.pcgs, splits, strict=True)]
+    tried = [
+        (one, list(_layout_words(captured, decisions, one, cluster, programs, usual, names)))
+        for one in _configurations(captured, decisions, stages.pcgs[usual], splits[usual])
+    ]
+    chosen, layouts = min(tried, key=lambda one: len(one[1]))
     calls = [item for item in graph.main.body if isinstance(item, Call)]
     blocks = tuple(call.prefix for call in calls)
     items = tuple(stage.items for stage in decisions.stages)
@@ -154,9 +159,8 @@ def describe(plan: Plan) -> Description:
         *_stage_words(decisions, stages.pcgs, splits, usual),
         *_schedule_words(decisions, chosen),
         *_rewrite_words(captured, decisions),
+        *layouts,
     ]
-    programs = [Program(pcg, own.roles) for pcg, own in zip(stages.pcgs, splits, strict=True)]
-    irregular += _layout_words(captured, decisions, chosen, cluster, programs, usual, names)
     return Description(
         plan,
         graph,
@@ -181,6 +185,19 @@ def _degrees(splits: Splits, pcg: PCG) -> tuple[tuple[str, int], ...]:
     mesh = pcg.decisions.mesh
     found = ((role, degree(splits.roles, role, mesh)) for role in (DATA, CONTEXT, TENSOR, COPY))
     return tuple((role, size) for role, size in found if size > 1)
+
+
+def _configurations(
+    graph: Graph, decisions: Decisions, pcg: PCG, splits: Splits
+) -> Iterator[Configuration]:
+    """What a plan may be: where experts are over tensor-parallel ranks, too, either these share
+    tokens and experts as others do, or each has a part of what the others' experts are.
+    """
+    found = _configuration(graph, decisions, pcg, splits)
+    yield found
+    alone = tuple(axis for axis in splits.experts if splits.roles[axis] == DATA)
+    if alone != splits.experts:
+        yield replace(found, expert=pcg.decisions.mesh.size(alone))
 
 
 def _configuration(graph: Graph, decisions: Decisions, pcg: PCG, splits: Splits) -> Configuration:
@@ -214,8 +231,11 @@ def _configuration(graph: Graph, decisions: Decisions, pcg: PCG, splits: Splits)
 def _zero(pcg: PCG, splits: Splits) -> tuple[int, int]:
     """The level of ZeRO of most bytes of parameters, and over how many data-parallel ranks."""
     mesh, found = pcg.decisions.mesh, Counter[tuple[int, int]]()
+    shared = {axis.name for axis in mesh.axes if splits.roles[axis.name] != TENSOR}
     for parameter in pcg.parameters:
         own = parameter.decision
+        if not parameter.input.value.spec.shape or shared <= {*parameter.layout.axes}:
+            continue  # nothing to divide
         stored = own.weight, own.gradient, own.optimizer
         level = next((3 - i for i, storage in enumerate(stored) if storage.axes), 0)
         axes = stored[3 - level].axes if level else ()

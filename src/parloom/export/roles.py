@@ -15,6 +15,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.pcg import PCG
 from parloom.report.naming import POSITIONS, SAMPLES, Names, named_ways
+from parloom.search.spread import unfold
 
 DATA, CONTEXT, COPY = configuration.DATA, configuration.CONTEXT, configuration.COPY
 WEIGHED = frozenset({*PRODUCTS, *LOOKUPS, ATTENTION, EXPERTS})
@@ -53,16 +54,15 @@ def splits_of(pcg: PCG, names: Names) -> Splits:
     """What the axes of one stage do; `names` are those of the whole program's factors."""
     mesh = pcg.decisions.mesh
     roles = _roles(pcg, names)
-    factored, decided = factorize(pcg.graph), {n.key: dict(n.factors) for n in pcg.decisions.nodes}
+    program = unfold(pcg.graph, factorize(pcg.graph), mesh)
+    decided = {node.key: dict(node.factors) for node in pcg.decisions.nodes}
     experts: tuple[str, ...] = ()
     ring = False
     between: Counter[bool] = Counter()
-    for flat in pcg.graph.flat():
+    for index, (flat, rule) in enumerate(zip(program.nodes, program.rules, strict=True)):
         factors = decided.get(flat.key, {})
-        rule = factored.rule(flat.function, flat.node)
-        if flat.node.op == EXPERTS:
-            (first, *_) = rule.operands[3][0]  # the numbers of the experts
-            experts = max(experts, factors.get(first, ()), key=mesh.size)
+        for factor in configuration.experts_of(program, index):
+            experts = max(experts, factors.get(factor, ()), key=mesh.size)
         if flat.node.op == ATTENTION:
             ring |= any(
                 roles[a] == CONTEXT for _, keys in rule.routes for a in factors.get(keys, ())
