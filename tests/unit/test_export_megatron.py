@@ -1,12 +1,17 @@
 """Megatron-LM's arguments read back: any configuration is said, and nothing is listed."""
 
 import argparse
+import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parloom.comparators.configuration import Configuration
-from tests.exported import BATCH, planned
+from parloom.export import megatron
+from parloom.export.description import describe
+from tests.exported import BATCH, PLAIN, planned
 from tests.megatron_flags import megatron_args
 
 
@@ -59,3 +64,17 @@ def test_megatron_reads_back_the_configuration(chosen: Configuration) -> None:
     assert args.micro_batch_size == chosen.microbatch
     assert args.global_batch_size == chosen.samples
     assert (args.recompute_granularity == "full") == (chosen.recompute == "full")
+
+
+def test_the_script_is_of_bash(tmp_path: Path) -> None:
+    """A shell that sources it has the arguments, and the connections that Megatron-LM asks for."""
+    for zero, connections in ((1, "1"), (3, "")):
+        found = megatron.settings(describe(planned(replace(PLAIN, zero=zero))))
+        file = tmp_path / found.name
+        file.write_text(found.text)
+        script = f'source "{file}"; echo "$CUDA_DEVICE_MAX_CONNECTIONS" "${{PARALLEL_ARGS[@]}}"'
+        command = ["bash", "-euc", f"CUDA_DEVICE_MAX_CONNECTIONS=; {script}"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        words = said.removeprefix(connections).split()
+        assert words[:2] == ["--tensor-model-parallel-size", "2"]
+        assert said.startswith(f"{connections} --")

@@ -35,8 +35,16 @@ def settings(found: Description) -> Settings:
     flags = (*_degrees(found), *_pipeline(found), *_zero(found), *_batch(found),
              *_recompute(found), *_precision(found), *_vocabulary(found))  # fmt: skip
     missing = tuple(_missing(found))
-    text = rendered(FILE, hash=plan_hash(found.plan), missing=missing, flags=flags,
-                    ranks=found.chosen.ranks)  # fmt: skip
+    # Megatron-LM asks for it where it does not refuse it.
+    connections = found.chosen.tensor * found.chosen.context > 1 and found.chosen.zero < 2
+    text = rendered(
+        FILE,
+        hash=plan_hash(found.plan),
+        missing=missing,
+        flags=flags,
+        connections=connections,
+        ranks=found.chosen.ranks,
+    )
     return Settings(FILE, text, missing)
 
 
