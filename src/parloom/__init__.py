@@ -17,10 +17,22 @@ __all__ = [
     "verify",
     "run",
     "parallelize",
+    "load_cluster",
+    "show_sharding",
 ]
 
 if TYPE_CHECKING:
-    from parloom.api import generate, load, parallelize, plan, run, save, verify
+    from parloom.api import (
+        generate,
+        load,
+        load_cluster,
+        parallelize,
+        plan,
+        run,
+        save,
+        show_sharding,
+        verify,
+    )
 else:
 
     def __getattr__(name: str) -> Any:

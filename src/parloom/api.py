@@ -15,13 +15,14 @@ from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import Settings, settings
+from parloom.capture.live import spec_of
 from parloom.capture.microbatch import capture_microbatch, split_of
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.changes import Origin
 from parloom.choose import Choice
 from parloom.complete import assumed, with_evaluation
 from parloom.cost.calibration import Calibration, calibration_to_json
-from parloom.cost.clusters import resolve_cluster
+from parloom.cost.clusters import LoadedCluster, resolve_cluster
 from parloom.cost.measured import Source
 from parloom.cost.timeline import Timeline
 from parloom.errors import CaptureError, ParloomError, one_line
@@ -34,7 +35,7 @@ from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
 from parloom.execute.log import StageTimes, last_observed
 from parloom.execute.machine import cluster_of, machine_for, machine_of
-from parloom.execute.optimizers import Maker, name_of, named_optimizer
+from parloom.execute.optimizers import Maker, name_of, named_optimizer, optimizer_name
 from parloom.execute.program import NO_EVALUATION, lowered, training_program
 from parloom.execute.prove import prove
 from parloom.execute.train import Trainer
@@ -51,6 +52,7 @@ from parloom.ir.plan_json import plan_hash, plan_to_json
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
+from parloom.notebook import show_sharding as show_sharding  # noqa: PLC0414
 from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING
 from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
@@ -68,13 +70,14 @@ def _silent(text: str) -> None:
 
 
 def plan(  # noqa: PLR0913 - one argument per flag of the command
-    model: str,
+    model: str | nn.Module | Callable[[], Any],
+    batch: int | Batch | None = None,
+    optimizer: object = None,
+    cluster: str | LoadedCluster = "",
     *,
-    cluster: str,
-    batch: int | None = None,
+    loss: Loss | None = None,
     seq: int | None = None,
     dtype: str | None = None,
-    optimizer: str | None = None,
     method: str = "auto",
     memory: int | str | None = None,
     devices: int | None = None,
@@ -92,29 +95,33 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     the fastest that fits in `memory` per device (bytes, or text such as `70GB`; default: the
     device's). A plan uses `devices` of the cluster's, or as many as are fastest.
 
-    `model` is text that says how to build the model, never the model itself: `zoo:NAME`, a Hugging
-    Face config.json, folder or Hub id, or a factory (`file.py:factory`, `pkg.module:factory`).
+    `model` is text that says how to build it (`zoo:NAME`, a Hugging Face config.json, folder or Hub
+    id, `file.py:factory`, `pkg.module:factory`), such a function, or a module itself with its
+    `batch`, a dict of tensors, and its `loss`, as `parallelize` takes them: it is copied, and this
+    process alone can prove its plan.
 
-    `optimizer` names a class of torch.optim; the default is what the model's factory returned, or
-    adamw. With `batch_semantics` "microbatch" the loss is the mean of those of `microbatches`
-    microbatches, each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
+    `optimizer` is a class of torch.optim, its name, or an optimizer; the default is what the
+    model's factory returned, or adamw. `cluster` is a spec or a file's path. With
+    `batch_semantics` "microbatch" the loss is the mean of those of `microbatches` microbatches,
+    each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
     `pin` and `forbid` fix layouts and rule them out (docs/pins.md), `budget` ends the search after
     so much work.
 
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).
     """
+    spec, samples = spec_of(model, batch, loss, optimizer)
     capturing: Asked = {
-        "batch": batch,
+        "batch": samples,
         "seq": seq,
         "dtype": dtype,
-        "optimizer": optimizer,
+        "optimizer": optimizer_name(optimizer),
         "microbatches": microbatches,
         "batch_semantics": batch_semantics,
         "seed": seed,
     }
     searching: Asked = {
-        "cluster": cluster,
+        "cluster": cluster.spec if isinstance(cluster, LoadedCluster) else cluster,
         "method": method,
         "memory": memory,
         "devices": devices,
@@ -124,8 +131,8 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         "forbid": forbid,
         "budget": budget,
     }
-    check_asked(model, capturing | searching | {"require_gap": require_gap})
-    found = search(capture(model, **capturing, progress=progress), **searching, progress=progress)
+    check_asked(spec, capturing | searching | {"require_gap": require_gap})
+    found = search(capture(spec, **capturing, progress=progress), **searching, progress=progress)
     check_gap(found, require_gap)
     return found
 
@@ -325,6 +332,11 @@ def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
 def load(path: str | Path) -> Plan:
     """Read a plan file or a folder with one; nothing in it is executed."""
     return read_plan(Path(path))
+
+
+def load_cluster(spec: str) -> LoadedCluster:
+    """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML file, with what had to be assumed."""
+    return resolve_cluster(spec)
 
 
 def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:

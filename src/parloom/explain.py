@@ -21,6 +21,7 @@ from parloom.execute.program import lowered
 from parloom.ir.plan import Plan, Status
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import memory_of
+from parloom.ir.shown import Shown
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, PipelineCase
 from parloom.report.explain import Document, plan_explained
@@ -47,7 +48,7 @@ UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Shown):
     """What is printed: as one JSON document, or on the terminal."""
 
     document: dict[str, Any]

@@ -24,24 +24,25 @@ OTHERS = ("data_parallel", "fsdp", "megatron")
 
 
 def report(
-    paths: Sequence[str | Path],
+    paths: Sequence[str | Path | Plan],
     *,
     run: str | Path | None = None,
     calibration: str | Path | None = None,
     progress: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """What a page shows of the plans at `paths`, the first beside the others; `run` is the log of a
-    run of the first, whose last observed step is drawn beside the predicted one.
+    """What a page shows of plans, or of the plans at `paths`, the first beside the others; `run` is
+    the log of a run of the first, whose last observed step is drawn beside the predicted one.
 
     Raises `InputError` for what is no plan or log, and `FingerprintError` for plans of several
     models.
     """
-    plans = [read_plan(Path(path)) for path in paths]
-    for path, plan in zip(paths, plans, strict=True):
-        check_comparable(plans[0], plan, str(path))
+    plans = [path if isinstance(path, Plan) else read_plan(Path(path)) for path in paths]
+    names = [path.method if isinstance(path, Plan) else str(path) for path in paths]
+    for name, plan in zip(names, plans, strict=True):
+        check_comparable(plans[0], plan, name)
     sides = [
-        _side(plan, str(path), run if index == 0 else None, calibration, progress)
-        for index, (path, plan) in enumerate(zip(paths, plans, strict=True))
+        _side(plan, name, run if index == 0 else None, calibration, progress)
+        for index, (name, plan) in enumerate(zip(names, plans, strict=True))
     ]
     return report_document(sides, progress)
 

@@ -1,9 +1,11 @@
 """Numbers that note what is read of them, the calls to come, clocks, and bits of constants."""
 
+import builtins
 import operator
 import threading
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from parloom.capture.constants import same_tensor
 from parloom.capture.state.clocks import asked
 from parloom.capture.state.numbers import Number, Reads
 from parloom.capture.state.paths import Path, Paths, State
+from parloom.capture.state.reach import walk
 from parloom.capture.state.snapshot import Snapshot
 from tests.capture.traps import attributes, caches, counters
 from tests.capture.traps.attributes import net, scaled
@@ -179,3 +182,11 @@ def test_clocks_of_other_threads_stay() -> None:
 )
 def test_constants_are_compared_by_bits(one: Tensor, other: Tensor, same: bool) -> None:
     assert same_tensor(one, other) is same
+
+
+def test_what_a_shell_adds_to_python_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython puts functions among Python's own names; all of a notebook hangs on them."""
+    shell = FunctionType((lambda: far).__code__, {"__name__": "shell", "far": object()}, "display")  # type: ignore[name-defined] # noqa: F821
+    monkeypatch.setattr(builtins, "display", shell, raising=False)
+    reached = [value for _, value, _ in walk(nn.Linear(2, 2)).steps()]
+    assert not any(value is shell for value in reached)

@@ -1,6 +1,7 @@
 """Predicted memory of pipelines against what ranks really allocate."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -56,8 +57,7 @@ def rank(pipeline: Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_peaks_of_ranks_are_as_predicted(schedule: str, policy: str) -> None:
-    model, batch = _gpt()
-    graph = capture(model.train(), batch)
+    model, batch, graph = _gpt()
     blocks = [item for item in graph.main.body if isinstance(item, Call)]
     decisions = Decisions(
         _stages(graph, 3, 1),
@@ -74,8 +74,7 @@ def test_peaks_of_ranks_are_as_predicted(schedule: str, policy: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_reductions_take_no_more_than_the_gradients_that_leave(schedule: str, stored: str) -> None:
     """The last gradients all leave at once, in the place of those that were collected."""
-    model, batch = _gpt()
-    graph = capture(model.train(), batch)
+    model, batch, graph = _gpt()
     (parallel,) = data_parallel(graph, load_cluster("2xcpu"))
     decisions = Decisions(
         _stages(graph, 2, 2),
@@ -123,9 +122,11 @@ def test_weights_that_are_read_through_operators_come_late_too() -> None:
         assert found / 1.06 < said < found * 1.08
 
 
-def _gpt() -> tuple[nn.Module, dict[str, Tensor]]:
+@cache
+def _gpt() -> tuple[nn.Module, dict[str, Tensor], Graph]:
     torch.manual_seed(0)
-    return zoo.build("gpt", **GPT)
+    model, batch = zoo.build("gpt", **GPT)
+    return model, batch, capture(model.train(), batch)
 
 
 def _stages(graph: Graph, count: int, size: int) -> tuple[Stage, ...]:

@@ -19,6 +19,7 @@ from parloom.cost.clusters import resolve_cluster
 from parloom.cost.stages import simulate_stages
 from parloom.errors import BudgetError, InfeasibleError, InputError
 from parloom.execute.machine import machine_for, machine_of
+from parloom.ir.factors import factorize
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
 from parloom.ir.plan import Decisions, Plan, Stage
@@ -67,7 +68,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def five_blocks() -> tuple[nn.Module, dict[str, Tensor]]:
     """Three blocks on a fast device without the slow one, two with it."""
-    return gpt.build(batch=16, seq=32, width=128, depth=5, heads=2, vocab=64)
+    return gpt.build(batch=8, seq=64, width=128, depth=5, heads=2, vocab=64)
 
 
 @cache
@@ -140,6 +141,7 @@ def test_no_split_is_below_the_bound(two: str, found: Plan) -> None:
     request = request_of(two)
     bound_ps = least_shared_ps([Contexts(own, base_of(own)) for _, own in request.regular()])
     graph, items = request.graph, stage_items(request.graph)
+    factored = factorize(graph)
     steps = []
     for cut in range(1, len(items)):
         for other, devices in product(
@@ -153,7 +155,7 @@ def test_no_split_is_below_the_bound(two: str, found: Plan) -> None:
                 for a, b, d in zip(ends, ends[1:], devices, strict=False)
             )
             plan = Decisions(stages, num_microbatches=8, schedule="1f1b")
-            lowered = lower_stages(graph, plan)
+            lowered = lower_stages(graph, plan, factored=factored)
             steps.append(
                 simulate_stages(lowered, request.cluster, plan, request.optimizer).step_ps
             )
@@ -270,8 +272,8 @@ def test_a_budget_ends_the_search_over_parts(two: str) -> None:
 
 
 def many_samples() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Much to compute, and few weights whose gradients are summed."""
-    return mlp.build(batch=65536, features=64, hidden=64, depth=4, classes=8)
+    """Much to compute, few weights whose gradients are summed, and few numbers of microbatches."""
+    return mlp.build(batch=16 * 4099, features=64, hidden=64, depth=4, classes=8)
 
 
 def test_replicas_run_as_much_as_they_are_fast(two: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from parloom.execute.shrink_sizes import (
 )
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
 from parloom.ir.text import parse_graph, print_graph
@@ -51,8 +52,14 @@ def config(folder: Path, values: dict[str, object]) -> str:
     return str(folder / "config.json")
 
 
-def planned(spec: str, loaded: Loaded, decisions: Decisions, method: str = "random") -> Plan:
-    graph = capture(loaded.model, loaded.batch, loss=loaded.loss)
+def planned(
+    spec: str,
+    loaded: Loaded,
+    decisions: Decisions,
+    method: str = "random",
+    graph: Graph | None = None,
+) -> Plan:
+    graph = graph or capture(loaded.model, loaded.batch, loss=loaded.loss)
     source = ModelSource(spec, loaded.batch["x"].shape[0] if "x" in loaded.batch else None)
     return Plan(source, "test", "", Optimizer(), method, decisions, print_graph(graph))
 

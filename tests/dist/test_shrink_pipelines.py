@@ -28,8 +28,10 @@ def built(spec: str, batch: int, seq: int | None = 16) -> tuple[Loaded, Graph]:
     return loaded, capture(loaded.model, loaded.batch, loss=loaded.loss)
 
 
-def plan_of(spec: str, loaded: Loaded, batch: int, decisions: Decisions) -> Plan:
-    return replace(planned(spec, loaded, decisions), source=ModelSource(spec, batch, 16))
+def plan_of(spec: str, batch: int, decisions: Decisions) -> Plan:
+    loaded, graph = built(spec, batch)
+    plan = planned(spec, loaded, decisions, graph=graph)
+    return replace(plan, source=ModelSource(spec, batch, 16))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_pipelines_are_proved_small(spec: str, schedule: str) -> None:
         graph, even(graph, 2 * chunks), [8, 4],
         schedule=schedule, num_microbatches=16, chunks=chunks, seed=5,
     )  # fmt: skip
-    copy = shrink(plan_of(spec, loaded, 64, decisions), loaded)
+    copy = shrink(plan_of(spec, 64, decisions), loaded)
     small = copy.plan.decisions
     assert "mesh x=4 x y=2 -> 2 x 2" in copy.text
     assert "microbatches 16 -> 4" in copy.text
@@ -72,7 +74,7 @@ def test_replicas_and_larger_microbatches_are_kept() -> None:
         for stage, own in enumerate(shares)
     )
     decisions = Decisions(stages, num_microbatches=8, schedule="listed", actions=lists)
-    copy = shrink(plan_of("zoo:gpt", loaded, 32, decisions), loaded)
+    copy = shrink(plan_of("zoo:gpt", 32, decisions), loaded)
     kept = [stage.microbatches for stage in copy.plan.decisions.stages]
     assert kept == [(0, 1), (2, 3)]
     assert proved(copy).passed
@@ -86,7 +88,7 @@ def test_replicas_and_larger_microbatches_are_kept() -> None:
         for stage, count in ((0, 16), (1, 4))
     )
     decisions = Decisions(stages, num_microbatches=16, schedule="listed", actions=lists)
-    copy = shrink(plan_of("zoo:gpt", loaded, 32, decisions), loaded)
+    copy = shrink(plan_of("zoo:gpt", 32, decisions), loaded)
     assert copy.plan.decisions.num_microbatches == 4
     assert [stage.at_once for stage in copy.plan.decisions.stages] == [1, 4]
     assert proved(copy).passed
@@ -102,7 +104,7 @@ def test_copies_of_random_cuts_are_plans(seed: int) -> None:
         cuts = randomly_cut(graph, rng.choice([2, 3, 4]), rng)
     sizes = [rng.choice([1, 2, 4]) for _ in cuts]
     decisions = drawn(graph, cuts, sizes, num_microbatches=8, seed=seed)
-    plan = plan_of("zoo:llama", loaded, 32, decisions)
+    plan = plan_of("zoo:llama", 32, decisions)
     small = shrink(plan, loaded).plan
     verify_decisions(parse_graph(small.graph), small.decisions)
     assert small.decisions.num_ranks <= MAX_RANKS

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parloom.execute.files import read_plan
 
-PLAN = [sys.executable, "-m", "parloom", "plan", "zoo:gpt", "--cluster", "2x4xcpu"]
+PLAN = [sys.executable, "-m", "parloom", "plan", "zoo:mlp", "--cluster", "2x4xcpu"]
 
 
 def interrupted_at(line: str, out: Path) -> tuple[int, str]:
@@ -50,7 +50,7 @@ def test_ctrl_c_before_there_is_a_plan_leaves_nothing(tmp_path: Path) -> None:
 
 
 ASKED = (
-    ["zoo:mlp", "--cluster", "2x2xcpu", "--pin", "layers.*=n", "--forbid", "mesh=4"],
+    ["zoo:mlp", "--cluster", "2xcpu", "--pin", "layers.*=n", "--forbid", "head=n"],
     ["zoo:dlrm", "--cluster", "2x2xcpu", "--memory", "40MiB", "--budget", "60"],
 )
 ALL_OF = f"""

@@ -12,6 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from parloom.comparators.baselines import data_parallel, fsdp, megatron
+from parloom.notebook import Report
 from parloom.report.page.html import page
 from parloom.report.page.sides import Side
 from tests.dist.test_explain_pipelines import case_of as pipeline_of
@@ -161,6 +162,20 @@ def test_a_planted_request_is_blocked(browser: Browser, folder: Path, tmp_path: 
     blocked = "() => fetch('https://example.org/').then(() => 'sent', () => 'blocked')"
     assert found.page.evaluate(blocked) == "blocked"
     assert any("Content Security Policy" in fault for fault in found.faults)
+    found.page.close()
+
+
+def test_in_a_notebook_it_is_drawn_in_a_frame(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """Sandboxed, as the text of a frame of another page, without a request or an error."""
+    document = document_of(side_of(GRAPH, next(data_parallel(GRAPH, CLUSTER))))
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html>{Report(document)._repr_html_()}", encoding="utf-8")
+    found = Seen(browser, path)
+    frame = found.page.frame_locator("iframe")
+    frame.locator("figure canvas").first.wait_for()
+    assert found.faults == []
     found.page.close()
 
 

@@ -26,7 +26,13 @@ import torch.distributed as dist
 from torch import nn
 
 from parloom.capture.blame import current_frames, place
-from parloom.capture.owners import STANDARD_LIBRARY, is_a, is_library, is_user_file
+from parloom.capture.owners import (
+    LIBRARIES,
+    STANDARD_LIBRARY,
+    is_a,
+    is_library,
+    is_user_file,
+)
 from parloom.errors import CaptureError
 
 # Functions of these modules ask, but for those that are named: they read files, hold for every
@@ -57,6 +63,7 @@ NOT_OF_OS = frozenset(
      "getxattr", "getrandom"}
 )  # fmt: skip
 OPTIONAL = ("psutil", "pynvml", "pwd", "grp", "resource")  # where the process has them
+INSTALLED = tuple(f"{name}." for name in LIBRARIES)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type(cache(id)))
 WAY_ON = (
     "every rank of a plan runs one program, on other machines than the one that plans: decide it"
@@ -95,7 +102,9 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(LISTENER.reset, LISTENER.set(note))
-        _Noting(stack.callback).run()
+        noting = _Noting()
+        stack.callback(noting.undo)
+        noting.run()
         try:
             yield
         except Exception as error:
@@ -107,16 +116,22 @@ def nothing_asked(model: nn.Module | None = None) -> Iterator[None]:
 
 
 class _Noting:
-    """Lets everything that can be asked note it, wherever the user has imported it; `undo` takes
-    what puts things back. It is done for every trace, among all modules of the process: each class,
-    function and container is looked at once.
+    """Lets everything that can be asked note it, wherever the user has imported it, until `undo`.
+    It is done for every trace, among all modules of the process: each class, function and container
+    is looked at once.
     """
 
-    def __init__(self, undo: Callable[..., object]) -> None:
-        self.undo = undo
+    def __init__(self) -> None:
+        # What puts things back.
+        self.undone: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         # What notes, by the id of what it stands for, and what was looked at.
         self.made: dict[int, Any] = {}
         self.seen: dict[int, Any] = {}
+
+    def undo(self) -> None:
+        """Put everything back."""
+        for put, given in reversed(self.undone):
+            put(*given)
 
     def run(self) -> None:
         environment: Any = type(os.environ)
@@ -134,23 +149,26 @@ class _Noting:
 
     def _aliases(self, namespace: Mapping[str, Any], put: Callable[[str, Any], None]) -> None:
         """Other names of what was made to note: of a file, its classes, containers and defaults."""
+        made, seen = self.made, self.seen
         for name, value in tuple(namespace.items()):
-            if id(value) in self.made:
-                put(name, self.made[id(value)])
-            elif id(value) in self.seen:
+            number = id(value)
+            if number in seen:
                 continue
-            elif is_a(value, partial):
-                if id(value.func) in self.made:
-                    put(name, partial(self.made[id(value.func)], *value.args, **value.keywords))
+            if number in made:
+                put(name, made[number])
+            elif issubclass(type(value), partial):
+                if id(value.func) in made:
+                    put(name, partial(made[id(value.func)], *value.args, **value.keywords))
             else:
-                self.seen[id(value)] = value
+                seen[number] = value
                 self._look_into(value)
 
     def _look_into(self, value: Any) -> None:
         """Functions of C have no names of their own."""
         kind = type(value)
         if kind is FunctionType:
-            self._function(value)
+            if value.__defaults__:
+                self._function(value)
         elif kind is list or kind is dict:
             self._container(value)
         elif issubclass(kind, type):
@@ -165,7 +183,7 @@ class _Noting:
             self._aliases(asks, partial(self._of_class, value))
 
     def _function(self, value: Any) -> None:
-        if self._has_some(value.__defaults__ or ()):
+        if self._has_some(value.__defaults__):
             found = tuple(self.made.get(id(item), item) for item in value.__defaults__)
             self._attribute(value, "__defaults__", found, value.__defaults__)
 
@@ -175,7 +193,7 @@ class _Noting:
             for key, item in tuple(items):
                 if id(item) in self.made:
                     value[key] = self.made[id(item)]
-                    self.undo(value.__setitem__, key, item)
+                    self.undone.append((value.__setitem__, (key, item)))
 
     def _has_some(self, values: Iterable[object]) -> bool:
         return not self.made.keys().isdisjoint(map(id, values))
@@ -184,10 +202,7 @@ class _Noting:
         """Another attribute of a class or module, for a while."""
         own, old = name in vars(owner), getattr(owner, name)
         setattr(owner, name, value)
-        if own:
-            self.undo(setattr, owner, name, old)
-        else:
-            self.undo(delattr, owner, name)
+        self.undone.append((setattr, (owner, name, old)) if own else (delattr, (owner, name)))
 
     def _of_class(self, kind: type, name: str, value: Any) -> None:
         """Another attribute of a class, for a while; functions of C are bound to no instance."""
@@ -195,7 +210,7 @@ class _Noting:
 
     def _attribute(self, owner: Any, name: str, value: Any, old: Any) -> None:
         setattr(owner, name, value)
-        self.undo(setattr, owner, name, old)
+        self.undone.append((setattr, (owner, name, old)))
 
 
 def _questions() -> Iterator[tuple[Any, str, Any]]:
@@ -269,10 +284,10 @@ def _is_between(frame: FrameType) -> bool:
 def _files() -> Iterator[ModuleType]:
     """The modules that the user wrote."""
     for name, module in tuple(sys.modules.items()):
-        # The file first: of thousands of modules, most are installed packages.
-        if not is_a(module, ModuleType) or "site-packages" in (vars(module).get("__file__") or ""):
+        # First what leaves out most of thousands of modules: they are installed packages'.
+        if name.startswith(INSTALLED) or not is_a(module, ModuleType):
             continue
-        if not is_library(name):
+        if "site-packages" not in (vars(module).get("__file__") or "") and not is_library(name):
             file = getattr(module, "__file__", None) or ""
             if is_user_file(file) and "site-packages" not in file:
                 yield module

@@ -315,9 +315,16 @@ def node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
 
 def host_generators(state: Snapshot) -> dict[str, object]:
     """The states of the generators that Python code draws from: global ones, and all in reach."""
-    numpy_state: Any = numpy.random.get_state(legacy=False)
-    found: dict[str, object] = {"random": random.getstate(), "numpy.random": repr(numpy_state)}
+    numpy_state = plain(numpy.random.get_state(legacy=False))
+    found: dict[str, object] = {"random": random.getstate(), "numpy.random": numpy_state}
     for (_, style), held in state.held.items():
         if style == "draws":
             found[held.found] = held.aspect.fixed
     return found
+
+
+def plain(state: Any) -> object:
+    """What numpy tells of a generator, as values that can be compared."""
+    if is_a(state, dict):
+        return {name: plain(part) for name, part in state.items()}
+    return state.tobytes() if is_a(state, numpy.ndarray) else state

@@ -32,9 +32,10 @@ from parloom.capture.hugging_face import (
     with_culprit,
     with_settings,
 )
+from parloom.capture.live import held
 from parloom.capture.program import Loss
 from parloom.errors import InputError, NotYetError, ParloomError
-from parloom.ir.plan import DTYPES
+from parloom.ir.plan import DTYPES, LIVE
 
 MAX_WEIGHTS = 1 << 30  # of a model that is built with weights in order to be captured
 Settings = Mapping[str, Any]
@@ -151,6 +152,9 @@ def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loa
         )
     if path.suffix == ".json" or path.is_dir():
         return build_configured(spec, batch, seq, sizes)
+    if spec.startswith(LIVE):
+        refuse("its batch is the caller's", spec, batch=batch, seq=seq)
+        return unpack(f"model {spec}", held(spec))
     if ":" in spec:
         refuse("this factory builds its own batch", spec, batch=batch, seq=seq)
         return build_factory(spec)
@@ -235,26 +239,26 @@ def build_factory(spec: str) -> Loaded:
         raise InputError(f"{spec} is a {type(factory).__name__}, not a function")
     with UserCode(f"factory {spec}"), nothing_asked():
         made = factory()
-    return unpack(spec, made)
+    return unpack(f"factory {spec}", made)
 
 
-def unpack(spec: str, made: object) -> Loaded:
-    """A factory's `(model, batch[, loss][, optimizer])`; None stands for one left out."""
+def unpack(what: str, made: object) -> Loaded:
+    """What `what` gave: `(model, batch[, loss][, optimizer])`; None stands for one left out."""
     expected = "return (model, batch), (model, batch, loss) or (model, batch, loss, optimizer)"
     if not isinstance(made, tuple | list) or not 2 <= len(made) <= 4:
         size = f" of {len(made)}" if isinstance(made, tuple | list) else ""
-        raise InputError(f"factory {spec} returned a {type(made).__name__}{size}; {expected}")
+        raise InputError(f"{what} returned a {type(made).__name__}{size}; {expected}")
     model, batch, *rest = made
     if not isinstance(model, nn.Module):
-        raise InputError(f"factory {spec}: the model is a {type(model).__name__}; {expected}")
+        raise InputError(f"{what}: the model is a {type(model).__name__}; {expected}")
     check_initialised(model)
     rule = "it must be a dict of tensors, the model's keyword arguments"
     if not isinstance(batch, Mapping):
-        raise InputError(f"factory {spec}: the batch is a {type(batch).__name__}; {rule}")
+        raise InputError(f"{what}: the batch is a {type(batch).__name__}; {rule}")
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise InputError(
-                f"factory {spec}: batch[{key!r}] is a {type(value).__name__}; values must be"
+                f"{what}: batch[{key!r}] is a {type(value).__name__}; values must be"
                 " tensors: wrap the model in a module whose forward takes them one by one"
             )
     loss: Loss | None = None
@@ -263,7 +267,7 @@ def unpack(spec: str, made: object) -> Loaded:
         if is_optimizer(item) or (len(rest) == 2 and item is rest[1]):
             optimizer = item
         elif item is not None and not callable(item):
-            raise InputError(f"factory {spec}: the loss is a {type(item).__name__}; {expected}")
+            raise InputError(f"{what}: the loss is a {type(item).__name__}; {expected}")
         else:
             loss = item
     return Loaded(model, {str(k): v for k, v in batch.items()}, loss, optimizer)

@@ -14,6 +14,8 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 TORCH_FOLDER = str(Path(torch.__file__).parent)
 OWN_FOLDER = str(Path(__file__).parent)
 
+METHODS = (staticmethod, classmethod, property)
+
 Namespace = dict[str, Any]
 
 
@@ -62,22 +64,28 @@ def attributes_of(value: object) -> Namespace | None:
 
 def is_foreign(thing: Any) -> bool:
     """Whether a function or class is not a library's."""
-    if is_a(thing, staticmethod | classmethod):
-        thing = thing.__func__
-    elif is_a(thing, property):
-        thing = thing.fget
-    if is_a(thing, FunctionType):
+    kind = type(thing)
+    if issubclass(kind, METHODS):
+        thing = thing.fget if issubclass(kind, property) else thing.__func__
+        kind = type(thing)
+    if issubclass(kind, FunctionType):
         # `__module__` may be copied from what a function wraps.
         return not is_library(thing.__globals__.get("__name__"))
-    return is_a(thing, type) and not is_library(thing.__module__)
+    return issubclass(kind, type) and not is_library(thing.__module__)
 
 
 def foreign(namespace: Namespace) -> Iterator[tuple[str, Any]]:
-    """Functions and classes of others in a library's class or file, and in its registries."""
+    """Functions and classes of others in a library's class or file, and in its registries.
+
+    A notebook's shell is among the names of Python itself, which each file has as a dict.
+    """
     for name, value in tuple(namespace.items()):
+        if name == "__builtins__":
+            continue
         if is_foreign(value):
             yield name, value
-        for key, item in tuple((registry_of(value) or {}).items()):
+        registry = registry_of(value)
+        for key, item in tuple(registry.items()) if registry else ():
             if is_foreign(item):
                 yield f"{name}[{key!r}]", item
 

@@ -22,6 +22,7 @@ from parloom.cost.devices import (
 from parloom.errors import InputError
 from parloom.input_files import read_input
 from parloom.ir.mesh import Cluster, Level
+from parloom.ir.shown import Shown
 
 # Where a device has no usual network: one port of 100 Gbit/s for each node.
 NETWORK_BYTES_PER_S = 12.5e9
@@ -31,7 +32,7 @@ _SPEC = re.compile(r"(?:(\d{1,7})x)?(\d{1,7})x([A-Za-z][^\\]*)")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedCluster:
+class LoadedCluster(Shown):
     """A cluster and what had to be assumed about it, one printable line each.
 
     `spec` is text that `load_cluster` reads back on any machine: what the user wrote, or a file's

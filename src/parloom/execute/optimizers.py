@@ -50,6 +50,22 @@ def name_of(given: object) -> str | None:
     return None if found is None else found.__name__.lower()
 
 
+def optimizer_name(given: object) -> str | None:
+    """The name of a class of torch.optim that is given as its name, the class or an instance.
+
+    Raises `InputError` for what only a call would tell.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    found = name_of(given)
+    if found is None:
+        raise InputError(
+            f"optimizer: which class {given!r} makes, only a call would tell: give the class, as"
+            " torch.optim.AdamW"
+        )
+    return found
+
+
 def make(optimizer: Optimizer, named: Named, *, lr: float, eps: float) -> TorchOptimizer:
     """The plan's optimizer over named parameters; `eps` where its class has one."""
     maker: Callable[..., TorchOptimizer] = OPTIMIZERS[optimizer.name].maker

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch.distributed as dist
-
 from parloom.errors import InputError, ParloomError, SilentRankError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -46,7 +44,8 @@ def _leave(code: int) -> None:
     interpreter is being taken apart the lock ends the thread, which aborts the process ("terminate
     called without an active exception") after all its work was done.
     """
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # a script need not have imported it
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from parloom.errors import InputError, LayoutError
+from parloom.ir.shown import Shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Shown):
     """A device type and its levels, innermost (fastest) first.
 
     A cluster of unequal `parts` (devices, or the size of nodes) has one level, which joins them,

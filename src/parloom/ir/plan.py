@@ -15,16 +15,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parloom.errors import NotYetError, VerifyError
 from parloom.ir.mesh import Mesh
+from parloom.ir.shown import Shown, asked
 
 T = TypeVar("T")
 
 FORMAT = "parloom.plan"
 VERSION = "2.0"
 
+# What the source of a model that the caller held begins with, in the place of what builds it.
+LIVE = "live:"
 # The flag that asks for so many devices of a cluster.
 DEVICES = "--devices "
 # What a model can be cast to, by the name of the flag.
@@ -247,7 +250,7 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(Shown):
     """What the cost layer expects of one step; `source` is spec, calibrated or measured.
 
     `memory` is what each component has at the instant at which most is held: `peak_bytes` in all.
@@ -305,6 +308,16 @@ class ModelSource:
         return ":" in self.spec and not self.spec.startswith("zoo:")
 
     @property
+    def name(self) -> str:
+        """The model in a sentence."""
+        return self.spec.removeprefix(LIVE)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the model lives in the process that planned it, which alone can copy it."""
+        return self.spec.startswith(LIVE)
+
+    @property
     def is_config(self) -> bool:
         """Whether the model is built from a Hugging Face config."""
         return ":" not in self.spec
@@ -319,7 +332,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Shown):
     """A saved answer: the question (fingerprint, source, cluster), the decisions, the prediction.
 
     `graph` is the captured training program as text (`ir.text`), so that no rank captures again;
@@ -361,6 +374,18 @@ class Plan:
             return None
         return (self.prediction.step_s - self.bound_s) / self.bound_s
 
+    def report(self, run: str | None = None) -> Any:
+        """The page of `parloom report`, inside a notebook or to be saved; `run` is a run's log."""
+        return asked(self, "report", run)
+
+    def show_sharding(self, what: Any, model: Any = None) -> Any:
+        """Which device holds which part of a tensor: of a name, or a parameter of `model`."""
+        return asked(self, "show_sharding", what, model)
+
+    def explain(self, name: str | None = None, versus: str | None = None) -> Any:
+        """What `parloom explain` says: of the plan, of a name, or beside another method or plan."""
+        return asked(self, "explain", name, versus)
+
     def command(self) -> str:
         """The command that makes such a plan again, from what is recorded here."""
         source, names = self.source, {long: short for short, long in DTYPES.items()}
@@ -376,6 +401,10 @@ class Plan:
             "--seed": self.seed,
         }
         usual = {"--microbatches": 1, "--batch-semantics": GLOBAL, "--seed": 0}
+        if source.is_live:
+            given = ((flag[2:].replace("-", "_"), value) for flag, value in flags.items())
+            asked = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+            return f"parloom.plan(model, batch, {asked})"
         words = ["parloom", "plan", source.spec]
         for flag, value in flags.items():
             if value is not None and value != usual.get(flag):

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Alternative, Plan, Stage
+from parloom.ir.plan import Alternative, Plan, Prediction, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
@@ -42,13 +42,22 @@ def plan_screen(
     for title, lines in listed:
         if lines:
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
-    parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
-    if "plan" in paths:
+    if paths:
+        parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
         parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
         parts.append(Text(f"then: parloom run {paths['plan']} -- train.py", style="bold"))
         explained = explained_words(paths["plan"], calibration)
         parts.append(Text(f"why:  parloom explain {explained}", style="bold"))
     return Group(*parts)
+
+
+def prediction_screen(found: Prediction) -> RenderableType:
+    """What a step takes, and what fills memory when most is held."""
+    source = source_words(found.source, found.error, found.step_s)
+    line = (
+        f"{format_seconds(found.step_s)} ({source}), {format_bytes(found.peak_bytes)} at the peak"
+    )
+    return Group(Text(line), Text(""), Text(MEMORY), _components(found, found.peak_bytes))
 
 
 def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> dict[str, Any]:
@@ -132,11 +141,15 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
 
 def _memory(plan: Plan, cluster: Cluster) -> Table:
     """One bar per component, the largest at full width; the share is of what may be used."""
-    memory = plan.prediction.memory if plan.prediction else ()
-    full = max([size for _, size in memory] + [1])
-    limit = fullest_bytes(plan, cluster)
+    assert plan.prediction is not None, "a plan with a prediction"
+    return _components(plan.prediction, fullest_bytes(plan, cluster))
+
+
+def _components(found: Prediction, limit: int) -> Table:
+    full = max([size for _, size in found.memory] + [1])
     rows = (
-        (name, size / full, f"{format_bytes(size)}  {size / limit:.1%}") for name, size in memory
+        (name, size / full, f"{format_bytes(size)}  {size / max(1, limit):.1%}")
+        for name, size in found.memory
     )
     return bars(rows, BAR_WIDTH)
 

@@ -370,7 +370,7 @@ def constraint_line(constraint: Constraint, found: Prediction) -> str:
 def title_words(plan: Plan, cluster: Cluster) -> str:
     """What is planned, on which devices, and by which method."""
     devices = device_words(cluster)
-    return f"{plan.source.spec} on {cluster.name} ({devices}): {plan.method}"
+    return f"{plan.source.name} on {cluster.name} ({devices}): {plan.method}"
 
 
 def device_words(cluster: Cluster, devices: Iterable[int] | None = None) -> str:
