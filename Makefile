@@ -3,6 +3,7 @@
 # make nightly  the property tests with other examples in every run, and more of them; random modules
 #             and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
 # make lint   ruff, mypy, import contracts
+# make parsers  what reads the files that `parloom export` writes for other frameworks, for their tests
 # make web    the program of the page that `parloom report` writes (needs npm)
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test nightly lint format web clean
+.PHONY: demo test nightly lint format parsers web clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -45,6 +46,15 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Without dependencies, in a folder of its own: no other torch comes along, and tests that do not ask
+# for it do not see it.
+parsers: $(STAMP) $(VENV)/parsers/.installed
+
+$(VENV)/parsers/.installed: tests/parsers.txt
+	@rm -rf $(VENV)/parsers
+	@$(BIN)/python -m pip install --quiet --no-input -c constraints.txt --no-deps --target $(VENV)/parsers -r tests/parsers.txt
+	@touch $@
 
 web:
 	cd web && npm ci --no-audit --no-fund && npm run --silent check && npm run --silent build

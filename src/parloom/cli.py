@@ -1,8 +1,8 @@
 """The `parloom` command: flags in, results on stdout, progress on stderr, exit codes as documented.
 
-0 done, 1 a bug, 2 bad usage or input, 3 nothing fits, 4 cannot be captured, 5 plan of another
-model, 6 gap not reached, 7 numbers differ, 8 environment unusable, 130 interrupted. torch is
-imported by the commands that need it, when they run.
+0 done, 1 a bug, 2 bad usage or input, 3 nothing fits (or a strict export leaves something out), 4
+cannot be captured, 5 plan of another model, 6 gap not reached, 7 numbers differ, 8 environment
+unusable, 130 interrupted. torch is imported by the commands that need it, when they run.
 """
 
 import json
@@ -33,6 +33,7 @@ from parloom.cli_options import (
     RESUME,
     SCRIPT,
     SEMANTICS,
+    STRICT,
     THERE,
     TIMEOUT,
     TO,
@@ -53,6 +54,7 @@ from parloom.cli_options import (
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import (
     EqualityError,
+    InexpressibleError,
     InfeasibleError,
     InputError,
     NotYetError,
@@ -425,24 +427,29 @@ def report(
 @app.command()
 def export(
     path: PlanPath,
-    to: Annotated[str, typer.Option(metavar="LAUNCHER", help=TO)],
+    to: Annotated[str, typer.Option(metavar="TARGET", help=TO)],
     script: Annotated[
         list[str] | None, typer.Argument(metavar="[-- SCRIPT [ARGS]...]", help=SCRIPT)
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write.")] = Path("launch"),
+    strict: Annotated[bool, typer.Option("--strict", help=STRICT)] = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write the file by which another launcher starts a training script on the plan's ranks."""
+    """Write the file by which a launcher starts the plan, or another framework is set up so."""
     _quiet(verbose)
-    from parloom import api
+    from parloom import api, exporting
 
-    document = api.export(path, to, script or ["train.py"], out)
+    try:
+        document = api.export(path, to, script or ["train.py"], out, strict=strict)
+    except InexpressibleError as error:
+        if as_json:
+            show_json({"to": to, "not_expressible": list(error.missing)})
+        raise
     if as_json:
         show_json(document)
         return
-    ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
-    _print(f"{document['file']}: {ranks} of plan {document['plan_hash']}")
+    _print("\n".join(exporting.export_lines(document)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

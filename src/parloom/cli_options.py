@@ -61,7 +61,11 @@ BUDGET = "End the search after so many solved programs and simulated steps."
 RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
 CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
 THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
-TO = "slurm, k8s, skypilot, ray or torchrun."
+TO = (
+    "A launcher: slurm, k8s, skypilot, ray, torchrun; a framework's settings: torchtitan,"
+    " accelerate, deepspeed, megatron, dtensor; or model-explorer."
+)
+STRICT = "Exit 3, and write nothing, where a framework's settings cannot say all of the plan."
 SCRIPT = "As python would take it; default: train.py."
 TRACE = "Write the third step, as it ran and as it is simulated, for Perfetto."
 TIMEOUT = "End the run where a rank waits so long for another one; default: 600."

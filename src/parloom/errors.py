@@ -5,7 +5,7 @@ why, and what to try next. Anything that is not a `ParloomError` is a bug and ex
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from unicodedata import category
 
@@ -66,6 +66,17 @@ class InfeasibleError(ParloomError):
     def __init__(self, message: str, document: Mapping[str, object] = MappingProxyType({})) -> None:
         super().__init__(message)
         self.document = document
+
+
+class InexpressibleError(ParloomError):
+    """A framework cannot be told all decisions of a plan; `missing` are those, in words."""
+
+    exit_code = 3
+
+    def __init__(self, target: str, missing: Sequence[str]) -> None:
+        self.missing = tuple(missing)
+        listed = "; ".join(self.missing)
+        super().__init__(f"not expressible in {target}: {listed}; nothing was written (--strict)")
 
 
 class CaptureError(ParloomError):

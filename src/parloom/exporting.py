@@ -1,30 +1,89 @@
 """Answers to `parloom export`: files by which others start a plan, or are set up like it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from parloom.errors import InputError, nearest
+from parloom.errors import InexpressibleError, InputError, nearest
 from parloom.execute.files import read_plan, write_atomic
-from parloom.export.launch import TARGETS, job_of, launch_file
+from parloom.explain import case_of
+from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
+from parloom.export import model_explorer as explorer
+from parloom.export.description import Description, describe
+from parloom.export.launch import TARGETS as LAUNCHERS
+from parloom.export.launch import job_of, launch_file
+from parloom.export.settings import Settings
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_hash
+from parloom.ir.text import parse_graph
+from parloom.report.case import PipelineCase
+from parloom.rewrite.rewrites import rewritten
+
+FRAMEWORKS: Mapping[str, Callable[[Description], Settings]] = MappingProxyType(
+    {
+        "torchtitan": torchtitan.settings,
+        "accelerate": accelerate.settings,
+        "deepspeed": deepspeed.settings,
+        "megatron": megatron.settings,
+        "dtensor": dtensor.settings,
+    }
+)
+"""The frameworks for which settings are written, by name."""
+EXPLORER = "model-explorer"
+TARGETS = (*LAUNCHERS, *FRAMEWORKS, EXPLORER)
 
 
-def export(path: str | Path, to: str, script: Sequence[str], out: str | Path) -> dict[str, Any]:
-    """Write the launch file of `to` for the plan at `path` into the folder `out`; what it starts.
+def export(
+    path: str | Path, to: str, script: Sequence[str], out: str | Path, *, strict: bool = False
+) -> dict[str, Any]:
+    """Write the file of `to` for the plan at `path` into the folder `out`; what is in it.
 
-    Raises `InputError` for a launcher that is not known, and for a plan of unequal nodes.
+    Raises `InputError` for a target that is not known and for what a launcher cannot start, and
+    where `strict`, before anything is written, `InexpressibleError` for a plan of which a framework
+    cannot be told all.
     """
     if to not in TARGETS:
         known = ", ".join(TARGETS)
-        raise InputError(f"--to: no launcher {to!r}{nearest(to, TARGETS)}; there are {known}")
+        raise InputError(f"--to: no target {to!r}{nearest(to, TARGETS)}; there are {known}")
     file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
-    job = job_of(read_plan(file), str(file), script)
-    name, text = launch_file(to, job)
-    written = write_atomic(Path(out) / name, text)
-    return {
-        "to": to,
-        "file": str(written),
-        "plan_hash": job.hash,
-        "nodes": job.nodes,
-        "processes_a_node": job.per_node,
-    }
+    plan = read_plan(file)
+    document: dict[str, Any] = {"to": to, "plan_hash": plan_hash(plan)}
+    if to in LAUNCHERS:
+        job = job_of(plan, str(file), script)
+        name, text = launch_file(to, job)
+        document |= {"nodes": job.nodes, "processes_a_node": job.per_node}
+    else:
+        found = Settings(explorer.FILE, _explored(plan)) if to == EXPLORER else _settings(plan, to)
+        if strict and found.missing:
+            raise InexpressibleError(to, found.missing)
+        name, text = found.name, found.text
+        document["not_expressible"] = list(found.missing)
+    return document | {"file": str(write_atomic(Path(out) / name, text))}
+
+
+def export_lines(document: Mapping[str, Any]) -> list[str]:
+    """What was written, and what it does not say, for a terminal."""
+    plan = f"plan {document['plan_hash']}"
+    if "nodes" in document:
+        ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
+        return [f"{document['file']}: {ranks} of {plan}"]
+    if document["to"] == EXPLORER:
+        return [f"{document['file']}: the program of {plan}"]
+    missing = document["not_expressible"]
+    if not missing:
+        return [f"{document['file']}: all decisions of {plan}"]
+    listed = [f"  {line}" for line in missing]
+    return [f"{document['file']}: settings of {plan}", "not expressible there:", *listed]
+
+
+def _settings(plan: Plan, to: str) -> Settings:
+    return FRAMEWORKS[to](describe(plan))
+
+
+def _explored(plan: Plan) -> str:
+    case = case_of(plan)
+    graph = rewritten(parse_graph(plan.graph), plan.decisions.rewrites)
+    stages = range(len(plan.decisions.stages))
+    cases = [case.stage(i) for i in stages] if isinstance(case, PipelineCase) else [case]
+    return explorer.model_explorer(graph, cases)

@@ -74,7 +74,7 @@ def test_torchrun_starts_four_ranks(folder: Path) -> None:
 def slurm(folder: Path, tmp_path: Path) -> dict[str, str]:
     """An environment in which `srun` starts its command once for each of two nodes, here."""
     stubs = {
-        "scontrol": "echo 127.0.0.1; echo 127.0.0.2",
+        "scontrol": "echo 127.0.0.1; sleep 0.1; seq 20000",  # more than a pipe holds
         "srun": """
 for node in 0 1; do SLURM_NODEID=$node "$@" & pids[$node]=$!; done
 code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; exit $code""",
@@ -134,7 +134,7 @@ def test_ray_is_python(folder: Path) -> None:
 
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["export", str(folder / "one"), "--to", "slrum"]) == 2
-    assert "no launcher 'slrum'; did you mean 'slurm'?" in capsys.readouterr().err
+    assert "no target 'slrum'; did you mean 'slurm'?" in capsys.readouterr().err
     assert cli.main(["export", str(folder / "none"), "--to", "slurm"]) == 2
 
 

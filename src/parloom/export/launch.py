@@ -7,18 +7,15 @@ All of them start torchrun, or its equal, on every node, with the plan's ranks i
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from types import MappingProxyType
-
-from jinja2 import Environment, StrictUndefined
 
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.execute.startup import devices_of_a_node
+from parloom.export.rendered import rendered
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 
-TEMPLATES = files("parloom.export").joinpath("templates")
 TARGETS = MappingProxyType(
     {
         "slurm": "train.sbatch",
@@ -88,9 +85,4 @@ def job_of(plan: Plan, path: str, script: Sequence[str]) -> Job:
 def launch_file(target: str, job: Job) -> tuple[str, str]:
     """The name and the text of a launch file."""
     name = TARGETS[target]
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["quoted"] = shlex.quote
-    text = TEMPLATES.joinpath(f"{name}.jinja").read_text(encoding="utf-8")
-    return name, environment.from_string(text).render(job=job)
+    return name, rendered(name, job=job)
