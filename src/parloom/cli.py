@@ -29,6 +29,7 @@ from parloom.cli_options import (
     FORBID,
     GAP,
     NO_REWRITES,
+    OBJECTIVE,
     PIN,
     RESUME,
     SCRIPT,
@@ -42,10 +43,10 @@ from parloom.cli_options import (
     Memory,
     Method,
     Model,
-    Objective,
     Out,
     PlanPath,
     Plans,
+    Price,
     RunLog,
     Verbose,
 )
@@ -60,6 +61,7 @@ from parloom.errors import (
     has_controls,
     visible,
 )
+from parloom.ir.plan import Objective
 from parloom.report.failures import bug_words, lack_words
 from parloom.report.output import flush_stdout, message, show, show_json
 from parloom.search.pins import NO_REWRITE
@@ -103,7 +105,8 @@ def plan(
     pin: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=PIN)] = None,
     forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
     no_rewrites: Annotated[bool, typer.Option("--no-rewrites", help=NO_REWRITES)] = False,
-    objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
+    objective: Annotated[Objective, typer.Option(help=OBJECTIVE)] = Objective.TIME,
+    price: Price = None,
     budget: Annotated[int | None, typer.Option(metavar="WORK", min=1, help=BUDGET)] = None,
     require_gap: Annotated[float | None, typer.Option(metavar="G", min=0, help=GAP)] = None,
     batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
@@ -113,8 +116,6 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Find the fastest plan that fits and save it with its generated source."""
-    if objective is not Objective.TIME:
-        raise _not_yet(f"--objective {objective.value}")
     if batch_norm != "global":
         raise _not_yet(f"--batch-norm {batch_norm}")
     captured: Asked = {
@@ -136,6 +137,8 @@ def plan(
         "pin": pin or [],
         "forbid": [*(forbid or []), *([NO_REWRITE] if no_rewrites else [])],
         "budget": budget,
+        "objective": objective.value,
+        "price": price,
     }
     arguments.check(model, captured | searched | {"require_gap": require_gap})
     _quiet(verbose)

@@ -10,14 +10,6 @@ from parloom.arguments import METHODS
 from parloom.search.pins import NO_REWRITE
 
 
-class Objective(StrEnum):
-    """What the search makes small."""
-
-    TIME = "time"
-    COST = "cost"
-    MEMORY = "memory"
-
-
 class Dtype(StrEnum):
     """The floating-point type of parameters and activations."""
 
@@ -49,6 +41,14 @@ Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
 ]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+Price = Annotated[
+    str | None,
+    typer.Option(
+        metavar="USD/gpu-h",
+        help="Dollars for an hour of a device: 2.10/gpu-h, or H100=2.10/gpu-h,A100=1.29/gpu-h.",
+    ),
+]
+OBJECTIVE = "Find the fastest plan, the cheapest a step, or the one with the least peak memory."
 PIN = (
     "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
     " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
