@@ -115,6 +115,9 @@ def _shortage(
     request = replace(request, objective=Objective.TIME)
     small = min(found, key=lambda plan: plan.prediction.peak_bytes)
     shortage = _filled(request, small, least)
+    if not origin.alone:
+        text = f"no plan fits; {small.name} needs {bytes_up(small.prediction.peak_bytes)}"
+        return InfeasibleError(f"{text} of {format_bytes(request.limit_bytes)} per device")
     size = bytes_up(small.prediction.peak_bytes)
     needed_mib = ceil(small.prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"{size} are needed"

@@ -112,3 +112,13 @@ def memory_bytes(given: object) -> int | None:
     if size <= 0:
         raise InputError(f"memory: must be greater than zero, got {given!r}")
     return size
+
+
+def clusters_of(text: str) -> list[str]:
+    """The clusters of `A,B,C`; a file's content, in braces, is one."""
+    if text.startswith("{"):
+        return [text]
+    found = [spec.strip() for spec in text.split(",")]
+    if not all(found):
+        raise InputError(f"--cluster {text}: write clusters with commas between them: 4xA,8xB")
+    return list(dict.fromkeys(found))

@@ -22,6 +22,7 @@ from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.plan import GLOBAL, MICROBATCH, ModelSource, Objective, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.regular_parts import memory_of
+from parloom.ir.samples import num_samples
 from parloom.ir.text import print_graph
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request, ScoredPlan
@@ -48,6 +49,11 @@ class Captured:
     ranges: Ranges = ()
     microbatches: int = 1
     batch_semantics: str = GLOBAL
+
+    @property
+    def samples(self) -> int:
+        """The size of the batch."""
+        return num_samples(factorize(self.graph)) * self.microbatches
 
     def otherwise(self, batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
         """The training program of the model with another batch, dtype or number of microbatches."""
@@ -115,11 +121,13 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     price: str | None = None,
     sizes: Sequence[int] = (),
     part: int | None = None,
+    alone: bool = True,
     progress: Say,
 ) -> Found:
     """Price the candidates; the best of them. Under the objective `cost`, `sizes` are the numbers
     of devices that are looked at, by default all parts of the cluster. Plans are for `part` of the
-    devices, of which they may leave some idle.
+    devices, of which they may leave some idle. Where the question is not asked `alone`, nobody
+    looks for what would fit where nothing does.
 
     Where the program is that of one microbatch, there are as many as it was captured for.
     """
@@ -148,7 +156,9 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     )
     known = machine.calibration is None and part is None
     spec = resolve_cluster(cluster).spec if known else ""
-    origin = Origin(captured.source, spec, captured.otherwise, None if devices is None else whole)
+    origin = Origin(
+        captured.source, spec, captured.otherwise, None if devices is None else whole, alone
+    )
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     return Found(captured, machine, request, answer(request, origin, pins, size, progress))

@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from parloom.cost import units
 from parloom.cost.devices import PRICE_KEYS, KnownDevice, find_device
 from parloom.errors import InputError, nearest
+from parloom.ir.factors import factorize
+from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, Device, HourlyPrice
 from parloom.ir.plan import Decisions
 from parloom.ir.regular_parts import regular_parts, used_devices
+from parloom.ir.samples import num_samples, num_tokens
 
 HOUR_S, DAY_S, BILLION = 3600.0, 86400.0, 1e9
 GIVEN = "--price"
@@ -131,3 +134,14 @@ class Work:
     def usd_per_billion(self, a_step: float | None) -> float | None:
         """Dollars for a billion units."""
         return None if a_step is None else a_step * BILLION / self.in_step
+
+
+def work_of(graph: Graph, microbatches: int = 1, in_run: float | None = None) -> Work:
+    """What a step of a model trains on, whose `graph` is that of one of so many microbatches that
+    are computed by themselves.
+    """
+    factored = factorize(graph)
+    tokens = num_tokens(factored)
+    if tokens is not None:
+        return Work("token", tokens * microbatches, in_run)
+    return Work("sample", num_samples(factored) * microbatches, in_run)
