@@ -46,7 +46,7 @@ from parloom.report.trace import chrome_trace
 from parloom.report.words import WARNING
 from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
 from parloom.reporting import write_page as write_page  # noqa: PLC0414
-from parloom.searching import Captured
+from parloom.searching import Captured as Captured  # noqa: PLC0414 - part of the API
 
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]

@@ -73,6 +73,7 @@ class _Gathered:
     """
 
     budget: int | None
+    say: Say
     found: list[ScoredPlan] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     bounds_s: list[float] = field(default_factory=list)
@@ -82,6 +83,7 @@ class _Gathered:
     def ask(self, where: str, answer: Callable[[], Candidates]) -> Candidates | None:
         """One more answer, and why there is none; Ctrl-C ends the search with what there is."""
         try:
+            self.say(where)
             there = answer()
         except (KeyboardInterrupt, StoppedError):
             if not self.found:
@@ -124,15 +126,15 @@ def _of_sizes(request: Request, say: Say) -> Candidates:
     """
     cluster, price = request.cluster, request.cluster.device.price
     sizes = request.sizes or (*reversed(part_sizes(cluster)), cluster.num_devices)
-    gathered, largest = _Gathered(request.budget), max(sizes)
+    gathered, largest = _Gathered(request.budget, say), max(sizes)
     for size in (cluster.num_devices,) if request.all_devices else sorted(sizes):
         own = replace(request.on(size), objective=Objective.TIME, sizes=(), budget=gathered.budget)
         if size < largest and least_share(
             own.graph, base_of(own), own.optimizer, size
         ) > own.limit_of(cluster.device.name):
             continue
-        say(f"on {size} of {cluster.num_devices} devices")
-        there = gathered.ask(f"on {size}", partial(candidates, own, say))
+        where = f"on {size} of {cluster.num_devices} devices"
+        there = gathered.ask(where, partial(candidates, own, say))
         if there is not None:
             gathered.found += (
                 replace(plan, name=on_devices(request, plan.name, plan.decisions))
@@ -149,7 +151,7 @@ def _of_sizes(request: Request, say: Say) -> Candidates:
 
 def _of_all_types(request: Request, say: Say) -> Candidates:
     """Plans on each type of devices of a mixed cluster alone, and on several of them."""
-    gathered = _Gathered(request.budget)
+    gathered = _Gathered(request.budget, say)
     for part, own in () if request.all_devices else request.regular():
         asked = replace(own, budget=gathered.budget, sizes=())
         there = gathered.ask(f"on {part.cluster.name}", partial(_of_sizes, asked, say))

@@ -18,7 +18,7 @@ from parloom.ir.regular_parts import regular_parts, used_devices
 from parloom.ir.samples import num_samples, num_tokens
 
 HOUR_S, DAY_S, BILLION = 3600.0, 86400.0, 1e9
-GIVEN = "--price"
+GIVEN, AS_GIVEN = "--price", "as given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def parse_prices(text: str | None) -> Prices:
         device = _device_name(name.strip())
         if device in found:
             raise InputError(f"{GIVEN}: {device or 'all devices'}: two prices")
-        found[device] = HourlyPrice(usd, GIVEN)
+        found[device] = HourlyPrice(usd, GIVEN, AS_GIVEN)
     return Prices(tuple(found.items()))
 
 

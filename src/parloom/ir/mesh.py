@@ -61,7 +61,8 @@ class HourlyPrice:
 
     def __str__(self) -> str:
         said = ", ".join(filter(None, (self.source, self.date or "no date")))
-        return f"${self.usd:,.4g} an hour of a device ({said})"
+        cents = f"{self.usd:,.2f}" if round(self.usd, 2) == self.usd else f"{self.usd:,.4g}"
+        return f"${cents} an hour of a device ({said})"
 
 
 @dataclass(frozen=True, slots=True)

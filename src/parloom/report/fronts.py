@@ -141,32 +141,35 @@ def front_screen(front: Front) -> RenderableType:
     work, pareto = front.work, front.pareto
     letters = dict(zip(map(id, pareto), cycle(ascii_lowercase), strict=False))
     size = f"{format_count(work.in_step)} {work.unit}s a step"
-    run = "" if work.in_run is None else f", {format_count(work.in_run)} in the run"
+    run = "" if work.in_run is None else f", {units_words(work.in_run)} in the run"
     parts: list[RenderableType] = [Text(f"{front.model}: {size}{run}", style="bold")]
     if work.unit == "sample":
         parts.append(Text("the model reads no sequence of tokens: samples are counted"))
-    parts += [Text(""), _table(front, letters)]
+    parts += [Text(f"$/billion: for a billion {work.unit}s"), Text(""), _table(front, letters)]
     missing = dict.fromkeys((row.cluster, row.reason) for row in front.rows if row.reason)
     parts += [Text(f"  {cluster}: {reason}") for cluster, reason in missing]
     if len(pareto) > 1:
         parts += [Text(""), _chart(front, letters)]
     if pareto:
-        parts += [
-            Text(""),
-            Text("the front: nothing is cheaper and as fast, or faster and as cheap"),
-        ]
+        last = letters[id(pareto[-1])]
+        ends = "a is" if last == "a" else f"a to {last} are"
+        parts += [Text(""), Text(f"{ends} the front: no other is as cheap and faster, or cheaper")]
     if front.prices:
         parts += [Text(""), Text("prices"), *(Text(f"  {p}") for p in price_lines(front.prices))]
-    return Group(*parts, Text(""), Text(best_words(front), style="bold"))
+    if front.best is not None:
+        parts += [Text(""), Text(best_words(front), style="bold")]
+    return Group(*parts)
 
 
 def best_words(front: Front) -> str:
     """What was asked for."""
     row, wanted = front.best, {"time": "fastest", "cost": "cheapest", "memory": "smallest"}
-    limit = "" if front.limit_days is None else f" of those that take {front.limit_days:g} days"
+    limit = (
+        "" if front.limit_days is None else f" of those that take at most {front.limit_days:g} days"
+    )
     until = "interrupted: of what was found until then, " if front.interrupted else ""
     if row is None or row.plan is None:
-        return f"{until}no plan that was found trains that in {front.limit_days or 0:g} days"
+        return f"{until}no plan that was found trains that{_too_late(front)}"
     found, work = row.plan, front.work
     run = _dollars(work.usd_of_run(found.usd_per_step))
     days = work.days(found.step_s)
@@ -180,14 +183,22 @@ def best_words(front: Front) -> str:
     return f"{until}the {wanted[front.objective]}{limit}: {at}{ends}{money}{bound}"
 
 
+def _too_late(front: Front) -> str:
+    """Why nothing is in time: the fastest plan is not."""
+    planned = [(row.plan.step_s, row) for row in front.rows if row.plan]
+    step_s, row = min(planned, key=lambda entry: entry[0])
+    took = days_words(front.work.days(step_s) or 0.0)
+    return f" in {front.limit_days or 0:g} days: the fastest takes {took}, {_where(row)}"
+
+
 def _table(front: Front, letters: dict[int, str]) -> Rows:
     work = front.work
     table = Rows(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("devices")
     with_run = work.in_run is not None
-    run = ("run", "days") if with_run else ()
-    for column in ("step", "MFU", "peak", "$ a step", f"$ a billion {work.unit}s", *run):
+    run = ("$/run", "days") if with_run else ()
+    for column in ("step", "MFU", "peak", "$/step", "$/billion", *run):
         table.add_column(column, justify="right")
     for row in front.rows:
         if (found := row.plan) is None:
@@ -225,6 +236,11 @@ def _chart(front: Front, letters: dict[int, str]) -> Text:
         marks.append(Mark(step_s if x is None else x, usd if y is None else y, character, style))
     across = Axis("days", days_words) if whole else Axis("step time", format_seconds)
     return chart(marks, across, Axis(f"$ of {'the run' if whole else 'a step'}", format_dollars))
+
+
+def units_words(number: float) -> str:
+    """Tokens or samples as they are counted: a billion is B."""
+    return format_count(number).replace("G", "B")
 
 
 def _where(row: FrontRow) -> str:

@@ -101,7 +101,8 @@ def scaling_screen(scaling: Scaling) -> RenderableType:
     unit = scaling.base.work.unit
     what = "weak scaling, as many samples on each device" if scaling.weak else "strong scaling"
     first = scaling.base
-    title = f"{scaling.model}, {what}: against {first.num_devices} devices"
+    base = "one device" if first.num_devices == 1 else f"{first.num_devices} devices"
+    title = f"{scaling.model}, {what}, against {base}; $/billion: for a billion {unit}s"
     parts: list[RenderableType] = [Text(title, style="bold"), Text(""), _table(scaling, unit)]
     if unit == "sample":
         parts.append(Text("the model reads no sequence of tokens: samples are counted"))
@@ -142,7 +143,7 @@ def _bought(scaling: Scaling, before: Point, point: Point) -> list[str]:
 def _table(scaling: Scaling, unit: str) -> Rows:
     table = Rows(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("devices")
-    columns = ("step", f"{unit}s a second", "speedup", "efficiency", "MFU", f"$ a billion {unit}s")
+    columns = ("step", f"{unit}s/s", "speedup", "efficiency", "MFU", "$/billion")
     for column in columns:
         table.add_column(column, justify="right")
     for point in scaling.points:
