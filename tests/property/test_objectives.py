@@ -30,8 +30,14 @@ LAB = """
 name: lab
 join: {name: Ethernet, bandwidth: 25Gbit/s}
 parts:
-  - {name: old, device: V100, price_per_hour: 1USD, levels: [{name: NVLink2, size: 2, bandwidth: 150GB/s}]}
-  - {name: new, device: A100, price_per_hour: 4USD, levels: [{name: NVLink3, size: 2, bandwidth: 300GB/s}]}
+  - name: old
+    device: V100
+    price_per_hour: 1USD
+    levels: [{name: NVLink2, size: 2, bandwidth: 150GB/s}]
+  - name: new
+    device: A100
+    price_per_hour: 4USD
+    levels: [{name: NVLink3, size: 2, bandwidth: 300GB/s}]
 """
 
 

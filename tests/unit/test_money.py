@@ -115,13 +115,16 @@ def test_given_prices_replace_those_of_the_table() -> None:
 
 def test_prices_of_parts_and_of_unknown_devices() -> None:
     parts = [
-        {"name": "old", "device": "V100", "levels": [{"name": "l", "size": 2, "bandwidth": "9GB/s"}]},
+        {"name": "old", "device": "V100",
+         "levels": [{"name": "l", "size": 2, "bandwidth": "9GB/s"}]},
         {"name": "own", "device": {"name": "chip", "memory": "9GB", "memory_bandwidth": "1TB/s",
                                    "rates": {"fp32": "1TFLOP/s"}},
          "levels": [{"name": "l", "size": 4, "bandwidth": "9GB/s"}]},
     ]  # fmt: skip
     text = json.dumps({"name": "lab", "join": {"name": "e", "bandwidth": "1GB/s"}, "parts": parts})
-    with pytest.raises(InputError, match="no price is known for chip; add --price chip=2.10/gpu-h"):
+    with pytest.raises(
+        InputError, match=r"no price is known for chip; add --price chip=2\.10/gpu-h"
+    ):
         check_priced([load_cluster(text)], "--pareto")
     given = parse_prices("chip=0.5/gpu-h,V100=1/gpu-h")
     loaded = resolve_cluster(text, given)
@@ -137,13 +140,17 @@ def test_every_price_of_the_table_says_who_says_so() -> None:
     assert len(priced) > 5
     assert all(price.source for price in priced)
     dated = [price for price in priced if price.source.startswith("aws.amazon.com")]
-    assert dated and all(price.date == "end of 2024" for price in dated)
+    assert dated
+    assert all(price.date == "end of 2024" for price in dated)
     assert str(HourlyPrice(2.1, "them", "May")) == "$2.10 an hour of a device (them, May)"
     assert str(HourlyPrice(1.844, "recalled")) == "$1.844 an hour of a device (recalled, no date)"
 
 
 def test_a_file_may_say_where_its_price_is_from() -> None:
-    text = '{{"device": "A100", "levels": [{{"name": "NVLink3", "size": 2, "bandwidth": "300GB/s"}}], {}}}'
+    levels = '[{"name": "NVLink3", "size": 2, "bandwidth": "300GB/s"}]'
+    text = (
+        f'{{{{"device": "A100", "levels": {levels.replace("{", "{{").replace("}", "}}")}, {{}}}}}}'
+    )
     plain = load_cluster(text.format('"price_per_hour": "1.5USD"'))
     assert plain.device.price == HourlyPrice(1.5, "cluster file")
     more = '"price_per_hour": "1.5USD", "price_source": "our contract", "price_date": "2026-01"'
@@ -165,7 +172,10 @@ def test_work_of_a_run() -> None:
 
 def test_tokens_are_what_embedding_looks_up() -> None:
     """Positions and labels are as many; a table of categories reads no sequence."""
-    ids = {"ids": ((8, 5), "int64"), "kinds": ((8, 5), "int64")}
+    ids: dict[str, tuple[tuple[int, ...], str]] = {
+        "ids": ((8, 5), "int64"),
+        "kinds": ((8, 5), "int64"),
+    }
     rows = graph(
         {"table": (11, 4)},
         ids,
@@ -358,7 +368,8 @@ def test_costs_of_one_plan() -> None:
     plan = example()
     cluster = Prices((("", HourlyPrice(3.0, "them", "May")),)).on(load_cluster(plan.cluster))
     document = plan_cost_document(plan, cluster, 1e9)
-    assert document is not None and plan.prediction is not None
+    assert document is not None
+    assert plan.prediction is not None
     an_hour = usd_per_hour(cluster, plan.decisions)
     assert an_hour == document["usd_per_hour"] == 3.0 * plan.decisions.num_ranks
     assert document["usd_per_step"] == pytest.approx(an_hour * plan.prediction.step_s / 3600)

@@ -172,8 +172,8 @@ def best_words(front: Front) -> str:
         return f"{until}no plan that was found trains that{_too_late(front)}"
     found, work = row.plan, front.work
     run = _dollars(work.usd_of_run(found.usd_per_step))
-    days = work.days(found.step_s)
-    ends = f", {days_words(days)} days" if days is not None else ""
+    takes = work.days(found.step_s)
+    ends = f", {days_words(takes)} days" if takes is not None else ""
     money = f", {run} for the run" if run else f", {_dollars(found.usd_per_step) or '-'} a step"
     at = _where(row)
     bound = ""
