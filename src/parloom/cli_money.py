@@ -61,8 +61,10 @@ def plan_front(
     every = wanted["pareto"] or by is Objective.COST
     question = fronts.Question(tuple(clusters), by, every, in_run, days)
     question.check(searched["price"])
+    # Prices and what needs them were looked at for all clusters together.
+    plain = {"price": None, "objective": Objective.TIME}
     for spec in clusters:
-        api.check_asked(model, captured | searched | {"cluster": spec, "price": None})
+        api.check_asked(model, captured | searched | {"cluster": spec, **plain})
     check_folder(out or Path("runs"))
     program = api.capture(model, **captured, progress=say)
     try:

@@ -6,7 +6,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from parloom.cost.clusters import resolve_cluster
+from parloom.cost.clusters import resolve_cluster, short_name
 from parloom.cost.money import check_priced, parse_prices, usd_per_step, work_of
 from parloom.cost.utilization import utilization
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, one_line
@@ -41,7 +41,9 @@ class Question:
         clusters = [resolve_cluster(spec, prices).cluster for spec in self.clusters]
         prices.check(clusters)
         if self.every or self.objective is Objective.COST:
-            check_priced(clusters, "--pareto" if self.objective is Objective.TIME else "cost")
+            check_priced(
+                clusters, "--pareto" if self.objective is Objective.TIME else "what it costs"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class _Planned:
             except (InfeasibleError, InputError, LayoutError) as error:
                 self.bounds.append(inf if isinstance(error, InfeasibleError) else 0.0)
                 words = f"{cluster.num_devices} devices"
-                row = FrontRow(spec, words, cluster.num_devices, reason=one_line(error))
+                row = FrontRow(short_name(spec), words, cluster.num_devices, reason=one_line(error))
                 entries.append(_Entry(row))
                 self.say(f"{spec}: {row.reason}")
                 continue
@@ -191,12 +193,16 @@ class _Planned:
         for size in sizes:
             if size not in rows and choice.status is Status.COMPLETE:
                 words = f"{size} x {cluster.device.name}"
-                yield _Entry(FrontRow(spec, words, size, reason=f"no plan fits on {size}"))
+                yield _Entry(
+                    FrontRow(short_name(spec), words, size, reason=f"no plan fits on {size}")
+                )
 
     def _row(self, spec: str, found: Found, plan: ScoredPlan) -> FrontRow:
-        used = used_devices(found.machine.cluster, plan.decisions)
+        cluster = found.machine.cluster
+        used = used_devices(cluster, plan.decisions)
         words = " + ".join(f"{count} x {device.name}" for device, count in used)
-        return FrontRow(spec, words, plan.decisions.num_ranks, priced(found, plan))
+        ranks, mixed = plan.decisions.num_ranks, bool(cluster.parts)
+        return FrontRow(short_name(spec), words, ranks, priced(found, plan), mixed=mixed)
 
 
 def priced(found: Found, plan: ScoredPlan) -> Priced:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from parloom.cost.clusters import resolve_cluster
+from parloom.cost.clusters import resolve_cluster, short_name
 from parloom.cost.money import Work, parse_prices, work_of
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, one_line
 from parloom.fronts import of_cluster, priced, prices_of
@@ -87,7 +87,9 @@ def scaling(
             continue
         best = there.choice.best
         used = best.decisions.num_ranks
-        points.append(Point(size.spec, size.num_devices, work, used, priced(there, best)))
+        points.append(
+            Point(short_name(size.spec), size.num_devices, work, used, priced(there, best))
+        )
         found.append(there)
         if there.choice.status is Status.INTERRUPTED:
             interrupted = True

@@ -170,6 +170,17 @@ def test_one_command_for_the_cheapest_cluster(
     assert none["best"] is None
 
 
+def test_processors_have_the_price_that_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", "zoo:mlp", "--cluster", "1xcpu,2xcpu", "--method", "data_parallel"]
+    more = ["--price", "cpu=0.1/gpu-h", "--objective", "cost", "--out", str(tmp_path)]
+    found = document([*command, *more, "--json"], 0, capsys)
+    assert [row["num_devices"] for row in found["rows"]] == [1, 2]
+    assert found["best"]["cost"]["usd"] is None
+    assert found["best"]["cost"]["usd_per_step"] > 0
+
+
 def test_one_plan_with_its_costs(
     spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

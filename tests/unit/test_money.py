@@ -147,18 +147,19 @@ def test_every_price_of_the_table_says_who_says_so() -> None:
 
 
 def test_a_file_may_say_where_its_price_is_from() -> None:
-    levels = '[{"name": "NVLink3", "size": 2, "bandwidth": "300GB/s"}]'
-    text = (
-        f'{{{{"device": "A100", "levels": {levels.replace("{", "{{").replace("}", "}}")}, {{}}}}}}'
-    )
-    plain = load_cluster(text.format('"price_per_hour": "1.5USD"'))
+    levels = [{"name": "NVLink3", "size": 2, "bandwidth": "300GB/s"}]
+
+    def file(**more: str) -> str:
+        return json.dumps({"device": "A100", "levels": levels, **more})
+
+    plain = load_cluster(file(price_per_hour="1.5USD"))
     assert plain.device.price == HourlyPrice(1.5, "cluster file")
-    more = '"price_per_hour": "1.5USD", "price_source": "our contract", "price_date": "2026-01"'
-    said = load_cluster(text.format(more))
-    assert said.device.price == HourlyPrice(1.5, "our contract", "2026-01")
+    source, date = "our contract", "2026-01"
+    said = load_cluster(file(price_per_hour="1.5USD", price_source=source, price_date=date))
+    assert said.device.price == HourlyPrice(1.5, source, date)
     assert load_cluster(one_line(said)) == said
     with pytest.raises(InputError, match="price_date: goes with price_per_hour"):
-        load_cluster(text.format('"price_date": "2026-01"'))
+        load_cluster(file(price_date=date))
 
 
 def test_work_of_a_run() -> None:
@@ -277,6 +278,14 @@ def test_a_front_on_the_screen(width: int) -> None:
     assert len(body) == HEIGHT
     marks = "".join(line.split("│")[1] for line in body)
     assert sorted(marks.replace(" ", "")) == ["a", "b", "c", "·"]
+
+
+def test_types_are_named_on_mixed_clusters() -> None:
+    both = f"2 x {A100} + 4 x {H100}"
+    mixed = (replace(ROWS[0], mixed=True), replace(ROWS[1], devices=both, mixed=True))
+    text = " ".join(lines(front_screen(replace(FRONT, rows=mixed, best=mixed[0])), 200))
+    assert f"256 x {H100} of 32x8xH100" in text
+    assert f"{both} of 64x8xH100" in text
 
 
 def test_words_without_a_plan_or_a_price() -> None:

@@ -34,13 +34,16 @@ class Priced:
 
 @dataclass(frozen=True, slots=True)
 class FrontRow:
-    """Devices of a cluster with the best plan on them, or the `reason` why there is none."""
+    """Devices of a cluster, which may be `mixed`, with the best plan on them, or the `reason` why
+    there is none.
+    """
 
     cluster: str
     devices: str
     num_devices: int
     plan: Priced | None = None
     reason: str = ""
+    mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +247,8 @@ def units_words(number: float) -> str:
 
 
 def _where(row: FrontRow) -> str:
-    """The devices in a table: types are named where there are several."""
-    several = "+" in row.devices
-    return f"{row.devices if several else row.num_devices} of {row.cluster}"
+    """The devices in a table: their types are named where a cluster has several."""
+    return f"{row.devices if row.mixed else row.num_devices} of {row.cluster}"
 
 
 def _dollars(usd: float | None) -> str:
