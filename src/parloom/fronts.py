@@ -41,9 +41,7 @@ class Question:
         clusters = [resolve_cluster(spec, prices).cluster for spec in self.clusters]
         prices.check(clusters)
         if self.every or self.objective is Objective.COST:
-            check_priced(
-                clusters, "--pareto" if self.objective is Objective.TIME else "what it costs"
-            )
+            check_priced(clusters, "to say what is cheap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +191,8 @@ class _Planned:
         for size in sizes:
             if size not in rows and choice.status is Status.COMPLETE:
                 words = f"{size} x {cluster.device.name}"
-                yield _Entry(
-                    FrontRow(short_name(spec), words, size, reason=f"no plan fits on {size}")
-                )
+                reason = f"no plan fits on {size} devices"
+                yield _Entry(FrontRow(short_name(spec), words, size, reason=reason))
 
     def _row(self, spec: str, found: Found, plan: ScoredPlan) -> FrontRow:
         cluster = found.machine.cluster

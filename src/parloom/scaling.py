@@ -86,10 +86,8 @@ def scaling(
             say(points[-1].reason)
             continue
         best = there.choice.best
-        used = best.decisions.num_ranks
-        points.append(
-            Point(short_name(size.spec), size.num_devices, work, used, priced(there, best))
-        )
+        used, name = best.decisions.num_ranks, short_name(size.spec)
+        points.append(Point(name, size.num_devices, work, used, priced(there, best)))
         found.append(there)
         if there.choice.status is Status.INTERRUPTED:
             interrupted = True

@@ -238,7 +238,9 @@ def _chart(front: Front, letters: dict[int, str]) -> Text:
         style = "bold green" if id(row) in letters else "dim"
         marks.append(Mark(step_s if x is None else x, usd if y is None else y, character, style))
     across = Axis("days", days_words) if whole else Axis("step time", format_seconds)
-    return chart(marks, across, Axis(f"$ of {'the run' if whole else 'a step'}", format_dollars))
+    return chart(
+        marks, across, Axis(f"dollars of {'the run' if whole else 'a step'}", format_dollars)
+    )
 
 
 def units_words(number: float) -> str:
