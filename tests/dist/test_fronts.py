@@ -14,7 +14,7 @@ from parloom.report.fronts import front_document
 FACTORY = """
 from parloom import zoo
 def build():
-    return zoo.build("mlp", batch=4096, features=256, hidden=1024, classes=8)
+    return zoo.build("mlp", batch=2048, features=256, hidden=1024, classes=8)
 """
 PRICE = "H100=2/gpu-h,A100=1/gpu-h"
 SMALL = json.dumps(

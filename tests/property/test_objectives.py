@@ -54,7 +54,7 @@ def others(seed: int, cluster: Cluster) -> tuple[tuple[Cluster, ScoredPlan], ...
     """Random plans on every part of a cluster: none of them comes from the search."""
 
     def drawn() -> Iterator[tuple[Cluster, ScoredPlan]]:
-        request = asked(random_graph(Random(seed)), cluster, Objective.TIME)
+        request = asked(random_graph(Random(seed), 2), cluster, Objective.TIME)
         for own in (request.on(cluster.num_devices), *request.parts()):
             part = replace(own, method="random", seed=seed, budget=20)
             for plan in candidates(part, silent).found:
@@ -66,7 +66,7 @@ def others(seed: int, cluster: Cluster) -> tuple[tuple[Cluster, ScoredPlan], ...
 @pytest.mark.parametrize(("seed", "factor"), [(0, 1.0), (2, 50.0)])
 def test_no_other_plan_is_cheaper(seed: int, factor: float) -> None:
     cluster = slow(NODES, factor)
-    request = asked(random_graph(Random(seed)), cluster, Objective.COST)
+    request = asked(random_graph(Random(seed), 2), cluster, Objective.COST)
     found = choose(request, silent)
     assert found.aim is not None
     assert found.aim.value == usd_per_step(
@@ -86,7 +86,7 @@ def test_no_other_plan_is_cheaper(seed: int, factor: float) -> None:
 
 def test_objectives_differ() -> None:
     """Else the tests here would say nothing of any."""
-    graph, cluster = random_graph(Random(1)), NODES
+    graph, cluster = random_graph(Random(1), 2), NODES
     best = {o: choose(asked(graph, cluster, o), silent).best for o in Objective}
     for objective in Objective:
         request = asked(graph, cluster, objective)
@@ -98,7 +98,7 @@ def test_objectives_differ() -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_no_other_plan_is_smaller(seed: int) -> None:
-    request = asked(random_graph(Random(seed)), NODES, Objective.MEMORY)
+    request = asked(random_graph(Random(seed), 2), NODES, Objective.MEMORY)
     found = choose(request, silent)
     assert found.aim is not None
     assert found.aim.value == found.best.prediction.peak_bytes
@@ -112,7 +112,7 @@ def test_no_other_plan_is_smaller(seed: int) -> None:
 
 def test_a_mixed_cluster_is_paid_by_the_type() -> None:
     cluster, _ = read_cluster_text(LAB, "lab.yaml")
-    graph = random_graph(Random(2))
+    graph = random_graph(Random(2), 2)
     request = asked(graph, cluster, Objective.COST)
     found = choose(request, silent)
     seen = {
