@@ -19,8 +19,9 @@ from parloom.cost.units import bytes_up, format_bytes
 from parloom.errors import BudgetError, GapError, InfeasibleError, InputError, StoppedError
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import DEVICES, Constraint, Plan, Status
+from parloom.ir.plan import DEVICES, Constraint, Objective, Plan, Status
 from parloom.ir.regular_parts import check_on_any, memory_of
+from parloom.objectives import rank
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import INTERRUPTED, constraint_line
 from parloom.rewrite.rewrites import rewritten
@@ -111,8 +112,12 @@ def _shortage(
     request: Request, origin: Origin, found: Sequence[ScoredPlan], least: int | None, say: Say
 ) -> InfeasibleError:
     """What fills memory in the smallest plan, what would fit, and which pins are to blame."""
+    request = replace(request, objective=Objective.TIME)
     small = min(found, key=lambda plan: plan.prediction.peak_bytes)
     shortage = _filled(request, small, least)
+    if not origin.alone:
+        text = f"no plan fits; {small.name} needs {bytes_up(small.prediction.peak_bytes)}"
+        return InfeasibleError(f"{text} of {format_bytes(request.limit_bytes)} per device")
     size = bytes_up(small.prediction.peak_bytes)
     needed_mib = ceil(small.prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"{size} are needed"
@@ -216,8 +221,8 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
             known.append(plan)
             # What holds a pin or a limit is a plan without it, too.
             others = known if not kept and other is request else [found.best, plan]
-            constraints.append(_constraint(text, others))
-            say(constraint_line(constraints[-1], found.best.prediction))
+            constraints.append(_constraint(text, min(others, key=rank(request))))
+            say(constraint_line(constraints[-1], found.best.prediction, found.aim))
     except (KeyboardInterrupt, StoppedError):
         line = f"what {text} costs is left out: {INTERRUPTED}"
         found = replace(found, notes=(line, *found.notes), status=Status.INTERRUPTED)
@@ -233,10 +238,9 @@ def _best_of(request: Request, pins: Sequence[Pin], found: ScoredPlan) -> Scored
         return found
 
 
-def _constraint(text: str, plans: Sequence[ScoredPlan]) -> Constraint:
-    """With the best of `plans`."""
-    best = min((plan.prediction for plan in plans), key=lambda p: p.step_s)
-    return Constraint(text, best.step_s, best.peak_bytes)
+def _constraint(text: str, best: ScoredPlan) -> Constraint:
+    """With the best plan without it."""
+    return Constraint(text, best.prediction.step_s, best.prediction.peak_bytes)
 
 
 def check_gap(plan: Plan, allowed: float | None) -> None:

@@ -1,7 +1,6 @@
 """The main path on one screen: capture, plan, simulate, generate, verify, run, parallelize."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parloom import arguments
-from parloom.answer import answer
+from parloom import arguments, searching
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
-from parloom.capture.ambient import Settings, settings
+from parloom.capture.ambient import settings
 from parloom.capture.live import spec_of
 from parloom.capture.microbatch import capture_microbatch, split_of
-from parloom.capture.ranges import Ranges, ranges_of
-from parloom.changes import Origin
-from parloom.choose import Choice
-from parloom.complete import assumed, with_evaluation
+from parloom.capture.ranges import ranges_of
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import LoadedCluster, resolve_cluster
 from parloom.cost.measured import Source
+from parloom.cost.money import check_priced, parse_prices
 from parloom.cost.timeline import Timeline
 from parloom.errors import CaptureError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
@@ -43,21 +39,15 @@ from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
 from parloom.exporting import export as export  # noqa: PLC0414 - part of the API
-from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
-from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
-from parloom.ir.plan import Optimizer as PlannedOptimizer
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Objective, Plan
 from parloom.ir.plan_json import plan_hash, plan_to_json
-from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs
 from parloom.notebook import show_sharding as show_sharding  # noqa: PLC0414
 from parloom.report.words import WARNING
 from parloom.reporting import report as report  # noqa: PLC0414 - part of the API
 from parloom.reporting import write_page as write_page  # noqa: PLC0414
-from parloom.search.pins import parse_pin
-from parloom.search.request import Request
+from parloom.searching import Captured as Captured  # noqa: PLC0414 - part of the API
 from parloom.tracing import traced
 from parloom.tracing import write_trace as write_trace  # noqa: PLC0414 - part of the API
 
@@ -90,11 +80,15 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     budget: int | None = None,
     require_gap: float | None = None,
     seed: int = 0,
+    objective: str = Objective.TIME,
+    price: str | None = None,
     progress: Say = _silent,
 ) -> Plan:
     """Capture `model`, price the candidates of `method` on `cluster` and on parts of it, and keep
     the fastest that fits in `memory` per device (bytes, or text such as `70GB`; default: the
-    device's). A plan uses `devices` of the cluster's, or as many as are fastest.
+    device's). A plan uses `devices` of the cluster's, or as many as are fastest. Under the
+    `objective` "cost" it is the cheapest a step, under "memory" the one with the least peak;
+    `price` replaces prices of the cluster, as `2.10/gpu-h` or `H100=2.10/gpu-h,A100=1.29/gpu-h`.
 
     `model` is text that says how to build it (`zoo:NAME`, a Hugging Face config.json, folder or Hub
     id, `file.py:factory`, `pkg.module:factory`), such a function, or a module itself with its
@@ -131,6 +125,8 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         "pin": pin,
         "forbid": forbid,
         "budget": budget,
+        "objective": objective,
+        "price": price,
     }
     check_asked(spec, capturing | searching | {"require_gap": require_gap})
     found = search(capture(spec, **capturing, progress=progress), **searching, progress=progress)
@@ -141,55 +137,14 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
 def check_asked(model: str, asked: Asked) -> None:
     """Raise `InputError` for the first bad argument of `plan`, before the model is captured."""
     arguments.check(model, asked)
-    machine = machine_for(asked["cluster"], asked["calibration"], num_devices=asked["devices"])
+    prices = parse_prices(asked.get("price"))
+    machine = machine_for(
+        asked["cluster"], asked["calibration"], num_devices=asked["devices"], prices=prices
+    )
+    if asked.get("objective") == Objective.COST:
+        check_priced([machine.cluster], "--objective cost")
+    prices.check([machine.cluster])
     arguments.check_on(machine.cluster, asked)
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A model as graphs, with what a plan says of where they came from.
-
-    Under `batch_semantics` "microbatch" `graph` is the program of one of `microbatches`.
-    """
-
-    source: ModelSource
-    fingerprint: str
-    optimizer: PlannedOptimizer
-    graph: Graph
-    evaluation_graph: str
-    assumptions: tuple[str, ...]
-    notes: tuple[str, ...]
-    seed: int
-    settings: Settings = ()
-    ranges: Ranges = ()
-    microbatches: int = 1
-    batch_semantics: str = GLOBAL
-
-    def otherwise(self, batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
-        """The training program of the model with another batch, dtype or number of microbatches."""
-        spec, seq = self.source.spec, self.source.seq
-        loaded = load_abstract(spec, batch=batch, seq=seq, dtype=dtype, seed=self.seed)
-        apart = (microbatches or 1) if self.batch_semantics == MICROBATCH else 1
-        return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
-
-    def planned(self, choice: Choice, cluster: str, assumptions: Sequence[str]) -> Plan:
-        """The plan that was chosen for it."""
-        plan = Plan(
-            self.source,
-            cluster,
-            self.fingerprint,
-            self.optimizer,
-            choice.best.method,
-            choice.best.decisions,
-            print_graph(self.graph),
-            assumptions=(*assumptions, *self.assumptions),
-            seed=self.seed,
-            evaluation_graph=self.evaluation_graph,
-            notes=self.notes,
-            settings=self.settings,
-            ranges=self.ranges,
-        )
-        return choice.recorded(plan)
 
 
 def capture(
@@ -251,51 +206,11 @@ def capture(
     )
 
 
-def search(  # noqa: PLR0913 - one argument per flag of the command
-    captured: Captured,
-    *,
-    cluster: str,
-    method: str = "auto",
-    memory: int | str | None = None,
-    devices: int | None = None,
-    microbatches: int | None = None,
-    calibration: str | Path | None = None,
-    pin: Sequence[str] = (),
-    forbid: Sequence[str] = (),
-    budget: int | None = None,
-    progress: Say = _silent,
-) -> Plan:
-    """The second half of `plan`: price the candidates and keep the fastest that fits.
-
-    Where the program is that of one microbatch, there are as many as it was captured for.
+def search(captured: Captured, *, progress: Say = _silent, **asked: Any) -> Plan:
+    """The second half of `plan`: price the candidates and keep the fastest that fits, or the best
+    by another objective; `asked` are the arguments of `plan` that are not those of `capture`.
     """
-    whole = machine_for(cluster, calibration)
-    machine = whole if devices is None else whole.part(devices)
-    graph = captured.graph
-    limit = arguments.memory_bytes(memory) or memory_of(machine.cluster)
-    if captured.batch_semantics == MICROBATCH:
-        microbatches = captured.microbatches
-    elif microbatches is not None:
-        legal_microbatches(factorize(graph)).check(microbatches)
-    request = Request(
-        graph,
-        machine,
-        captured.optimizer,
-        limit,
-        microbatches,
-        captured.seed,
-        budget,
-        batch_semantics=captured.batch_semantics,
-        method=method,
-        all_devices=devices is not None,
-    )
-    spec = machine.loaded.spec if machine.calibration is None else ""
-    origin = Origin(captured.source, spec, captured.otherwise, None if devices is None else whole)
-    pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
-    size = f"{memory}B" if isinstance(memory, int) else memory or ""
-    choice = answer(request, origin, pins, size, progress)
-    known = assumed(machine, choice.best.decisions, graph, limit)
-    best = with_evaluation(captured.planned(choice, machine.loaded.spec, known), graph)
+    best = searching.find(captured, progress=progress, **asked).plan()
     for line in best.notes:
         if line.startswith(WARNING):
             progress(line)

@@ -10,7 +10,7 @@ from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
+from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL, Objective
 from parloom.ir.regular_parts import check_on_any
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
@@ -51,6 +51,9 @@ def check(model: object, asked: Mapping[str, object]) -> None:
         raise InputError(
             f"batch_semantics: no semantics {given!r}{nearest(given, BATCH_SEMANTICS)}"
         )
+    objective = asked.get("objective", Objective.TIME)
+    if objective not in list(Objective):
+        raise InputError(f"objective: none is {objective!r}{nearest(str(objective), Objective)}")
     dtype, method = asked.get("dtype"), asked.get("method", "auto")
     if dtype is not None and dtype not in (*DTYPES, *DTYPES.values()):
         raise InputError(f"dtype: no dtype {dtype!r}{nearest(str(dtype), DTYPES)}")
@@ -109,3 +112,13 @@ def memory_bytes(given: object) -> int | None:
     if size <= 0:
         raise InputError(f"memory: must be greater than zero, got {given!r}")
     return size
+
+
+def clusters_of(text: str) -> list[str]:
+    """The clusters of `A,B,C`; a file's content, in braces, is one."""
+    if text.startswith("{"):
+        return [text]
+    found = [spec.strip() for spec in text.split(",")]
+    if not all(found):
+        raise InputError(f"--cluster {text}: write clusters with commas between them: 4xA,8xB")
+    return list(dict.fromkeys(found))

@@ -95,7 +95,7 @@ TITLES: Mapping[str, str] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """All scored plans of a method; why others are none; what the search proved, how it ended, and
-    how much of its budget is left.
+    how much of its budget is left. `aim_bound`: in dollars or bytes, under such an objective.
     """
 
     found: tuple[ScoredPlan, ...]
@@ -104,6 +104,7 @@ class Candidates:
     solver_gap: float | None = None
     status: Status = Status.COMPLETE
     work_left: int | None = None
+    aim_bound: float | None = None
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ def _of_parts(request: Request, say: Say) -> Candidates:
             refused.append(f"{request.method} on {part.cluster.name}: {one_line(error)}")
             continue
         left = there.work_left
-        found += (_on_part(part, plan) for plan in there.found)
+        found += (on_part(part, plan) for plan in there.found)
         refused += (f"on {part.cluster.name}: {line}" for line in there.refused)
         statuses.append(there.status)
         if there.status is Status.INTERRUPTED:
@@ -186,11 +187,11 @@ def _of_parts(request: Request, say: Say) -> Candidates:
     bound = None
     if request.method in (AUTO, *ACROSS) and statuses[-1] is not Status.INTERRUPTED:
         fitting = [p.prediction.step_s for p in found if request.fits(p.prediction)]
-        across = _across(replace(request, budget=left), min(fitting, default=inf), say)
-        found += across.found
-        refused += (line for line in across.refused if line not in refused)
-        statuses.append(across.status)
-        bound = across.bound_s
+        there = together(replace(request, budget=left), min(fitting, default=inf), say)
+        found += there.found
+        refused += (line for line in there.refused if line not in refused)
+        statuses.append(there.status)
+        bound = there.bound_s
     worst = next((s for s in (Status.INTERRUPTED, Status.OUT_OF_BUDGET) if s in statuses), None)
     if not found and worst is not None:
         raise _nothing(request.method, worst, (), {})
@@ -207,7 +208,7 @@ def _least_work_ps(request: Request) -> float:
     return least_work_ps(Contexts(request, base_of(request), forms_for(request)))
 
 
-def _across(request: Request, best_s: float, say: Say) -> Candidates:
+def together(request: Request, best_s: float, say: Say) -> Candidates:
     """What the method proposes on several parts of a mixed cluster."""
     base = base_of(request)
     if request.method == AUTO:
@@ -228,7 +229,7 @@ def _across(request: Request, best_s: float, say: Say) -> Candidates:
     return Candidates(tuple(proposed.found), tuple(refused), status=status)
 
 
-def _on_part(part: RegularPart, plan: ScoredPlan) -> ScoredPlan:
+def on_part(part: RegularPart, plan: ScoredPlan) -> ScoredPlan:
     """A plan for a part of a mixed cluster as one for the whole."""
     peaks = ((part.cluster.device.name, plan.prediction.peak_bytes),)
     return replace(
@@ -292,7 +293,7 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         proposals = [searched.smallest]
     for proposal in proposals:
         own = proposal.decisions
-        name = _on(request, _name(AUTO, own), own)
+        name = on_devices(request, _name(AUTO, own), own)
         found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
         yield found
         if len(own.stages) == 1:
@@ -367,7 +368,7 @@ def _propose_on_parts(request: Request, proposed: _Proposed, say: Say) -> None:
         _propose(part, (request.method,), MOST, there, say)
         proposed.stopped = there.stopped
         for plan in there.found:
-            name = _on(request, plan.name, plan.decisions)
+            name = on_devices(request, plan.name, plan.decisions)
             proposed.found.append(replace(plan, name=name))
         if proposed.stopped:
             return
@@ -465,7 +466,7 @@ def _name(method: str, decisions: Decisions) -> str:
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
 
 
-def _on(request: Request, name: str, decisions: Decisions) -> str:
+def on_devices(request: Request, name: str, decisions: Decisions) -> str:
     """A name that says where a plan is on a part of the cluster."""
     ranks = decisions.num_ranks
     devices = f"{ranks} devices" if ranks > 1 else "one device"

@@ -40,13 +40,15 @@ class Origin:
 
     `build` captures the model again with another batch size, dtype and number of microbatches;
     `spec` is that of the cluster, empty where its rates were measured; `whole` the machine of which
-    the request is for the part that was asked for.
+    the request is for the part that was asked for. `alone`: of several questions, so that nobody
+    wants to know what would fit in place of one.
     """
 
     source: ModelSource
     spec: str
     build: Build
     whole: Hardware | None = None
+    alone: bool = True
 
 
 def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change]:

@@ -1,16 +1,29 @@
-"""From the candidates of a method to one plan: the fastest, as simulated, of those that fit."""
+"""From the candidates of a method to one plan: the fastest, as simulated, of those that fit, or the
+best by another objective.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from parloom import arguments
-from parloom.candidates import Candidates, candidates
-from parloom.cost.units import format_bytes, format_seconds
+from parloom.candidates import Candidates
+from parloom.cost.units import format_bytes, format_dollars, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, VerifyError
 from parloom.execute.files import read_plan
-from parloom.ir.plan import MICROBATCH, Alternative, Constraint, Plan, Prediction, Status
+from parloom.ir.plan import (
+    MICROBATCH,
+    Aim,
+    Alternative,
+    Constraint,
+    Objective,
+    Plan,
+    Prediction,
+    Status,
+)
 from parloom.ir.verify import verify_decisions
+from parloom.objectives import proposed, rank, value_of
 from parloom.report.mixed import left_out_words
 from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
 from parloom.rewrite.rewrites import changes_tensors, derived
@@ -34,8 +47,8 @@ class NothingFitsError(InfeasibleError):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fastest plan that fits, of all that were scored; `constraints` are what each thing that
-    was asked for costs.
+    """The fastest plan that fits, of all that were scored, or the best by another `aim`;
+    `constraints` are what each thing that was asked for costs.
     """
 
     best: ScoredPlan
@@ -46,6 +59,7 @@ class Choice:
     solver_gap: float | None = None
     status: Status = Status.COMPLETE
     constraints: tuple[Constraint, ...] = ()
+    aim: Aim | None = None
 
     def recorded(self, plan: Plan) -> Plan:
         """`plan` with what was chosen; what it noted before comes last."""
@@ -68,6 +82,7 @@ class Choice:
             status=self.status,
             notes=(*self.notes, *plan.notes),
             constraints=self.constraints,
+            aim=self.aim,
         )
 
 
@@ -86,7 +101,7 @@ def _candidates(request: Request, say: Say) -> Candidates:
     """What the method asked for proposes; it may be a plan file, whose decisions are taken."""
     method = request.method
     if method in arguments.METHODS:
-        return candidates(request, say)
+        return proposed(request, say)
     decisions = read_plan(Path(method)).decisions
     if request.batch_semantics == MICROBATCH:
         decisions = replace(decisions, num_microbatches=request.apart, batch_semantics=MICROBATCH)
@@ -108,56 +123,80 @@ def _candidates(request: Request, say: Say) -> Candidates:
     return Candidates((ScoredPlan(decisions, found, method, method),))
 
 
-def best_of(request: Request, proposed: Candidates, say: Say) -> Choice:
-    """The candidate whose simulated step is the fastest of those that fit."""
-    limit, stopped = request.limit_bytes, proposed.status is Status.INTERRUPTED
-    for plan in proposed.found:
+def best_of(request: Request, found: Candidates, say: Say) -> Choice:
+    """The best candidate of those that fit: the one whose simulated step is the fastest, unless
+    another objective is asked for.
+    """
+    limit, stopped = request.limit_bytes, found.status is Status.INTERRUPTED
+    for plan in found.found:
         step, peak = plan.prediction.step_s, plan.prediction.peak_bytes
         say(f"{plan.name}: {format_seconds(step)}, {format_bytes(peak)}")
-    fitting = [plan for plan in proposed.found if request.fits(plan.prediction)]
+    fitting = [plan for plan in found.found if request.fits(plan.prediction)]
     if stopped and not fitting:
         raise StoppedError
-    if not fitting and proposed.status is Status.OUT_OF_BUDGET:
-        found = f"no plan that was found within --budget {request.budget}"
-        raise InfeasibleError(f"{found} fits in {format_bytes(limit)} per device; give it more")
+    if not fitting and found.status is Status.OUT_OF_BUDGET:
+        none = f"no plan that was found within --budget {request.budget}"
+        raise InfeasibleError(f"{none} fits in {format_bytes(limit)} per device; give it more")
     if not fitting:
-        raise NothingFitsError(limit, proposed)
-    best = min(fitting, key=_rank)
-    step_s = best.prediction.step_s
-    same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
-    fewest = min((p.decisions.num_ranks, p.prediction.step_s) for p in same)
+        raise NothingFitsError(limit, found)
+    best = min(fitting, key=rank(request))
     cluster = request.cluster
     even = cluster.parts or not splits(best.decisions)
     uneven = () if even else uneven_words(request.samples, cluster.num_devices)
     notes = (
         *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
-        *(
-            left_out_words(cluster, [(p.decisions, p.prediction.step_s) for p in fitting])
-            if cluster.parts
-            else part_words(cluster, best.decisions, step_s, *fewest)
-        ),
+        *_other_devices(request, best, fitting),
         *uneven,
-        *idle_words(best.decisions, _why_idle(request, proposed.found)),
-        *proposed.refused,
+        *idle_words(best.decisions, _why_idle(request, found.found)),
+        *found.refused,
     )
     choice = Choice(
         best,
-        proposed.found,
+        found.found,
         request.fits,
         notes,
-        proposed.bound_s,
-        proposed.solver_gap,
-        proposed.status,
+        found.bound_s,
+        found.solver_gap,
+        found.status,
+        aim=aim_of(request, best, found.aim_bound),
     )
-    if choice.bound_s and changes_tensors(best.decisions.rewrites):
-        notes = (f"{best.name}: {UNBOUND}", *notes)
-        return replace(choice, bound_s=None, solver_gap=None, notes=notes)
+    if (choice.bound_s or found.aim_bound) and changes_tensors(best.decisions.rewrites):
+        notes, aim = (f"{best.name}: {UNBOUND}", *notes), aim_of(request, best, None)
+        return replace(choice, bound_s=None, solver_gap=None, notes=notes, aim=aim)
     return choice
 
 
-def _rank(plan: ScoredPlan) -> tuple[float, int, int]:
-    found = plan.prediction
-    return found.step_s, plan.decisions.num_ranks, found.peak_bytes
+def aim_of(request: Request, plan: ScoredPlan, bound: float | None) -> Aim | None:
+    """What a plan has of the objective that was asked for, where that is not time; a bound that it
+    is below is none of such plans.
+    """
+    if request.objective is Objective.TIME:
+        return None
+    value = value_of(request, plan)
+    return Aim(request.objective, value, bound if bound and bound <= value < inf else None)
+
+
+def _other_devices(
+    request: Request, best: ScoredPlan, fitting: Sequence[ScoredPlan]
+) -> tuple[str, ...]:
+    """What other devices are worth, or fewer; under another objective, what is the fastest."""
+    cluster, step_s = request.cluster, best.prediction.step_s
+    if request.objective is not Objective.TIME:
+        fastest = min(fitting, key=lambda plan: plan.prediction.step_s)
+        return () if fastest is best else (fastest_words(request, fastest),)
+    if cluster.parts:
+        return left_out_words(cluster, [(p.decisions, p.prediction.step_s) for p in fitting])
+    same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
+    fewest = min((p.decisions.num_ranks, p.prediction.step_s) for p in same)
+    return part_words(cluster, best.decisions, step_s, *fewest)
+
+
+def fastest_words(request: Request, fastest: ScoredPlan) -> str:
+    """The fastest plan beside one that was chosen by another objective."""
+    found, value = fastest.prediction, value_of(request, fastest)
+    what = f" and {format_dollars(value)} a step" if request.objective is Objective.COST else ""
+    size = f"{format_seconds(found.step_s)}, {format_bytes(found.peak_bytes)} per device{what}"
+    return f"the fastest plan that was found with it, {fastest.name}: {size}"
 
 
 def _why_idle(request: Request, found: Sequence[ScoredPlan]) -> str:

@@ -7,21 +7,19 @@ unusable, 130 interrupted. torch is imported by the commands that need it, when 
 
 import json
 import logging
-import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Sequence as Texts
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import RenderableType
 
 from parloom import __version__, arguments
+from parloom.cli_money import plan_front, scale, tokens_of
 from parloom.cli_options import (
     BUDGET,
     CHECKPOINT,
@@ -29,6 +27,7 @@ from parloom.cli_options import (
     FORBID,
     GAP,
     NO_REWRITES,
+    OBJECTIVE,
     PIN,
     RESUME,
     SCRIPT,
@@ -39,19 +38,30 @@ from parloom.cli_options import (
     TO,
     TRACE,
     AsJson,
+    Batch,
     Calibrated,
+    Days,
     Dtype,
     Memory,
     Method,
     Model,
-    Objective,
+    OptimizerName,
     Out,
+    Pareto,
     PlanPath,
     Plans,
+    Price,
     RunLog,
+    Sequence,
+    Tokens,
     Verbose,
 )
+from parloom.cli_output import check_printable
+from parloom.cli_output import quiet as _quiet
+from parloom.cli_output import result as _print
+from parloom.cli_output import say as _say
 from parloom.cost.clusters import resolve_cluster
+from parloom.cost.money import parse_prices
 from parloom.errors import (
     EqualityError,
     InexpressibleError,
@@ -60,11 +70,10 @@ from parloom.errors import (
     NotYetError,
     ParloomError,
     StoppedError,
-    has_controls,
-    visible,
 )
+from parloom.ir.plan import Objective
 from parloom.report.failures import bug_words, lack_words
-from parloom.report.output import flush_stdout, message, show, show_json
+from parloom.report.output import flush_stdout, show_json
 from parloom.search.pins import NO_REWRITE
 
 Asked = dict[str, Any]  # arguments of a function of the api
@@ -85,16 +94,14 @@ app.add_typer(cluster_app, name="cluster")
 def plan(
     model: Model,
     cluster: Annotated[
-        str, typer.Option(metavar="C", help="2x8xH100, 8xH100, 4xcpu, or a YAML file.")
+        str, typer.Option(metavar="C[,C..]", help="2x8xH100, 8xH100, 4xcpu, or a YAML file.")
     ],
-    batch: Annotated[int | None, typer.Option(min=1, help="Global batch size.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Sequence length.")] = None,
+    batch: Batch = None,
+    seq: Sequence = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Cast model and batch to it; default: as they are.")
     ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="A class of torch.optim; default: the factory's, or adamw.")
-    ] = None,
+    optimizer: OptimizerName = None,
     method: Method = "auto",
     memory: Memory = None,
     devices: Annotated[int | None, typer.Option(metavar="N", min=1, help=DEVICES)] = None,
@@ -106,7 +113,11 @@ def plan(
     pin: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=PIN)] = None,
     forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
     no_rewrites: Annotated[bool, typer.Option("--no-rewrites", help=NO_REWRITES)] = False,
-    objective: Annotated[Objective, typer.Option(help="time; others not yet.")] = Objective.TIME,
+    objective: Annotated[Objective | None, typer.Option(help=OBJECTIVE)] = None,
+    tokens: Tokens = None,
+    days: Days = None,
+    pareto: Pareto = False,
+    price: Price = None,
     budget: Annotated[int | None, typer.Option(metavar="WORK", min=1, help=BUDGET)] = None,
     require_gap: Annotated[float | None, typer.Option(metavar="G", min=0, help=GAP)] = None,
     batch_norm: Annotated[str, typer.Option(help="global; local: not yet.")] = "global",
@@ -116,10 +127,8 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Find the fastest plan that fits and save it with its generated source."""
-    if objective is not Objective.TIME:
-        raise _not_yet(f"--objective {objective.value}")
     if batch_norm != "global":
-        raise _not_yet(f"--batch-norm {batch_norm}")
+        raise NotYetError(f"not yet: --batch-norm {batch_norm} is still to come")
     captured: Asked = {
         "batch": batch,
         "seq": seq,
@@ -139,17 +148,30 @@ def plan(
         "pin": pin or [],
         "forbid": [*(forbid or []), *([NO_REWRITE] if no_rewrites else [])],
         "budget": budget,
+        "objective": (objective or Objective.TIME).value,
+        "price": price,
     }
     arguments.check(model, captured | searched | {"require_gap": require_gap})
+    in_run, clusters = tokens_of(tokens), arguments.clusters_of(cluster)
     _quiet(verbose)
-    _plan(model, captured, searched, out, as_json, require_gap)
+    if pareto or days is not None or len(clusters) > 1:
+        wanted: Asked = {"by": objective, "pareto": pareto, "in_run": in_run, "days": days}
+        plan_front(model, clusters, captured, searched, wanted, out, require_gap, as_json)
+        return
+    _plan(model, captured, searched, out, as_json, require_gap, in_run)
 
 
 def _plan(
-    model: str, captured: Asked, searched: Asked, out: Path | None, as_json: bool, gap: float | None
+    model: str,
+    captured: Asked,
+    searched: Asked,
+    out: Path | None,
+    as_json: bool,
+    gap: float | None,
+    in_run: float | None,
 ) -> None:
     cluster = searched["cluster"]
-    loaded = resolve_cluster(cluster)
+    loaded = resolve_cluster(cluster, parse_prices(searched["price"]))
     from parloom import api
     from parloom.execute.files import check_folder, default_folder
     from parloom.report import terminal
@@ -169,9 +191,11 @@ def _plan(
     _say(f"captured in {capture_s:.1f} s, searched in {search_s:.1f} s")
     paths = api.save(found, out or default_folder(model, cluster, found))
     if as_json:
-        show_json(terminal.plan_document(found, capture_s, search_s, str(paths["plan"])))
+        path = str(paths["plan"])
+        show_json(terminal.plan_document(found, loaded.cluster, capture_s, search_s, path, in_run))
     else:
-        _print(terminal.plan_screen(found, loaded.cluster, paths, searched["calibration"]))
+        given = searched["calibration"]
+        _print(terminal.plan_screen(found, loaded.cluster, paths, given, in_run))
     if found.interrupted:
         raise typer.Exit(130)
     api.check_gap(found, gap)
@@ -452,7 +476,10 @@ def export(
     _print("\n".join(exporting.export_lines(document)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+app.command()(scale)
+
+
+def main(argv: Texts[str] | None = None) -> int:
     """Run one command; the exit code of the contract."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -462,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if own == ["--version"]:
             _print(f"parloom {__version__}")
             return 0
-        _check_printable(own)
+        check_printable(own)
         app(arguments, prog_name="parloom")
     except SystemExit as stop:
         if stop.code == 130:
@@ -491,31 +518,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         logging.disable(disabled)
     return 0
-
-
-def _check_printable(arguments: Sequence[str]) -> None:
-    """Raise `InputError` for an argument with control characters: results and messages quote it."""
-    for position, argument in enumerate(arguments, 1):
-        if has_controls(argument):
-            raise InputError(f"argument {position} has control characters: {argument!a}")
-
-
-def _quiet(verbose: bool) -> None:
-    """Silence the logs of other packages: what matters of them is in our messages."""
-    if not verbose:
-        logging.disable(logging.ERROR)
-
-
-def _not_yet(what: str) -> NotYetError:
-    """What is documented but still to come."""
-    return NotYetError(f"not yet: {what} is still to come; parloom {__version__} is without")
-
-
-def _say(text: str, *, laid_out: bool = False) -> None:
-    """A line of progress or an error: never on stdout; what is `laid_out` has lines of its own."""
-    with suppress(OSError):  # a log that is full stops no work
-        print(visible(text) if laid_out else message(text), file=sys.stderr, flush=True)
-
-
-def _print(what: str | RenderableType) -> None:
-    show(what, os.environ.get("COLUMNS", ""))

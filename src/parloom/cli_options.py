@@ -10,14 +10,6 @@ from parloom.arguments import METHODS
 from parloom.search.pins import NO_REWRITE
 
 
-class Objective(StrEnum):
-    """What the search makes small."""
-
-    TIME = "time"
-    COST = "cost"
-    MEMORY = "memory"
-
-
 class Dtype(StrEnum):
     """The floating-point type of parameters and activations."""
 
@@ -49,6 +41,30 @@ Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Where to save; default: below runs/.")
 ]
 PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file or its folder.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Global batch size.")]
+Sequence = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
+OptimizerName = Annotated[
+    str | None, typer.Option(help="A class of torch.optim; default: the factory's, or adamw.")
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(metavar="COUNT", help="Tokens of the whole run, as 2T, 300B or 1.5e12."),
+]
+Days = Annotated[
+    float | None,
+    typer.Option(metavar="N", min=0, help="The cheapest plan that trains --tokens in N days."),
+]
+Pareto = Annotated[
+    bool, typer.Option("--pareto", help="All parts of all clusters: what is fast, what is cheap.")
+]
+Price = Annotated[
+    str | None,
+    typer.Option(
+        metavar="USD/gpu-h",
+        help="Dollars for an hour of a device: 2.10/gpu-h, or H100=2.10/gpu-h,A100=1.29/gpu-h.",
+    ),
+]
+OBJECTIVE = "The fastest plan (default), the cheapest a step, or the least peak memory."
 PIN = (
     "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
     " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."

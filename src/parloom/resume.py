@@ -20,6 +20,7 @@ from parloom.ir.plan import MICROBATCH, Plan
 from parloom.ir.text import parse_graph
 from parloom.report.words import WARNING
 from parloom.search.request import AUTO
+from parloom.searching import Captured
 from parloom.tracing import traced
 
 # Lines of a plan that are about the model, whatever the devices.
@@ -122,7 +123,7 @@ def replanned(plan: Plan, there: Devices, progress: Callable[[str], None]) -> Pl
     """
     decisions = plan.decisions
     apart = decisions.batch_semantics == MICROBATCH
-    captured = api.Captured(
+    captured = Captured(
         plan.source,
         plan.fingerprint,
         plan.optimizer,

@@ -22,7 +22,8 @@ def test_python_compiles_and_names_exist() -> None:
 
 
 def test_flags_exist() -> None:
-    known = (ROOT / "src/parloom/cli.py").read_text(encoding="utf-8").replace("_", "-")
+    modules = sorted((ROOT / "src/parloom").glob("cli*.py"))
+    known = "".join(path.read_text(encoding="utf-8") for path in modules).replace("_", "-")
     given = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", README))
     assert {flag for flag in given if not re.search(rf"\b{flag}\b", known)} == set()
 

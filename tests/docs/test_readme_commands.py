@@ -1,4 +1,4 @@
-"""What the README says that `explain` and `report` print is what they print."""
+"""What the README says that commands print is what they print."""
 
 import shlex
 from collections.abc import Callable
@@ -26,7 +26,16 @@ def executed(block: str, run: Callable[[list[str]], str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize("command", ["explain runs/gpt", "explain runs/stages", "report runs/page"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "explain runs/gpt",
+        "explain runs/stages",
+        "report runs/page",
+        "plan zoo:gpt --cluster 1x4xH100,1x4xA100",
+        "scale zoo:gpt",
+    ],
+)
 def test_what_is_printed(
     command: str,
     tmp_path: Path,

@@ -10,7 +10,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Cluster, check_part, part_of, part_sizes
+from parloom.ir.mesh import Cluster, HourlyPrice, check_part, part_of, part_sizes
 from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
@@ -180,7 +180,7 @@ def test_words_of_parts() -> None:
         for there in (part_of(NODES, 4), NODES)
     )
     on_four, on_eight = four.proposals[0].decisions, eight.proposals[0].decisions
-    cluster = replace(NODES, device=replace(NODES.device, price_per_hour=2.0))
+    cluster = replace(NODES, device=replace(NODES.device, price=HourlyPrice(2.0)))
     half = "half the price ($8.00 an hour, not $16.00)"
     assert part_words(cluster, on_eight, 1.0, 8, 1.0) == ()
     assert part_words(cluster, on_eight, 1.0, 4, 1.004) == (

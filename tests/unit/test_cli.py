@@ -427,7 +427,6 @@ def test_batch_semantics_are_asked_for_by_name(
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--objective", "memory"],
         ["--batch-norm", "local"],
     ],
 )

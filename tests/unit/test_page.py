@@ -14,10 +14,11 @@ import pytest
 
 from parloom.comparators.baselines import fsdp, megatron
 from parloom.cost.timeline import Slice
+from parloom.cost.utilization import model_flops
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
-from parloom.report.page.document import Document, model_flops
+from parloom.report.page.document import Document
 from parloom.report.page.html import ASSETS, page
 from parloom.report.page.network import _neighbors, _shifted
 from parloom.report.page.steps import _fewer

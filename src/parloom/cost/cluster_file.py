@@ -9,6 +9,7 @@ from typing import Any
 
 from parloom.cost import units
 from parloom.cost.devices import (
+    PRICE_KEYS,
     KnownDevice,
     find_device,
     find_interconnect,
@@ -16,6 +17,7 @@ from parloom.cost.devices import (
     read_device,
     read_fabric,
     read_host,
+    read_price,
     torus_levels,
 )
 from parloom.cost.strict_yaml import Section, read
@@ -67,11 +69,10 @@ def _cluster(
     """A cluster or a part of one; `more` are the keys that only parts have."""
     if root.has("parts"):
         return _mixed(root, reading, name, backend, more)
-    root.check(("device", "levels"), ("name", "backend", "host", "price_per_hour", *more))
+    root.check(("device", "levels"), ("name", "backend", "host", *PRICE_KEYS, *more))
     known, device = _device(root)
-    if root.has("price_per_hour"):
-        price = root.parse("price_per_hour", units.parse_dollars)
-        device = replace(device, price_per_hour=price)
+    if price := read_price(root):
+        device = replace(device, price=price)
     own = backend or (known.backend if known else "nccl")
     backend = root.parse_or("backend", read_backend, own)
     levels: list[Level] = []
@@ -130,7 +131,7 @@ def _device(root: Section) -> tuple[KnownDevice | None, Device]:
     section = root.section("device")
     section.check(
         ("name", "memory", "memory_bandwidth", "rates"),
-        ("price_per_hour", "cores", "efficiency", "generation"),
+        (*PRICE_KEYS, "cores", "efficiency", "generation"),
     )
     return None, read_device(section.text("name"), section)
 
@@ -274,8 +275,9 @@ def _document(cluster: Cluster) -> dict[str, Any]:
         described["cores"] = device.cores
     if device.generation:
         described["generation"] = device.generation
-    if device.price_per_hour is not None:
-        described["price_per_hour"] = f"{device.price_per_hour!r}USD"
+    if price := device.price:
+        values = (f"{price.usd!r}USD", price.source, price.date)
+        described |= {key: text for key, text in zip(PRICE_KEYS, values, strict=True) if text}
     result = {"name": cluster.name, "device": described, "backend": cluster.backend}
     if cluster.host:
         size = {"memory": f"{cluster.host.memory_bytes}B", "devices": cluster.host.num_devices}

@@ -19,6 +19,7 @@ from parloom.cost.devices import (
     torus_levels,
     torus_shape,
 )
+from parloom.cost.money import AS_LISTED, Prices
 from parloom.errors import InputError
 from parloom.input_files import read_input
 from parloom.ir.mesh import Cluster, Level
@@ -54,29 +55,31 @@ def short_name(spec: str) -> str:
     return load_cluster(spec).name if spec.startswith("{") else spec
 
 
-def resolve_cluster(spec: str) -> LoadedCluster:
-    """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML path, with its assumptions.
+def resolve_cluster(spec: str, prices: Prices = AS_LISTED) -> LoadedCluster:
+    """The cluster of `2x8xH100`, `8xH100`, `4xcpu` or a YAML path, with its assumptions; `prices`
+    replace its own.
 
     A file's content, in braces, will do instead of its path. Raises `InputError` for an unknown
     device (nearest names), a file that does not exist, and any fault in a file (file:line:column).
     """
     if spec.startswith("{"):
-        return _from_text(spec, "cluster")
+        return _from_text(spec, "cluster", prices)
     if spec.endswith((".yaml", ".yml")):
-        return _from_file(Path(spec))
+        return _from_file(Path(spec), prices)
     match = _SPEC.fullmatch(spec.strip())
     if match is None and ("/" in spec or "\\" in spec):
-        return _from_file(Path(spec))
+        return _from_file(Path(spec), prices)
     if match is None:
         raise InputError(
             f"cannot read the cluster {spec!r}: write nodes x devices x device as 2x8xH100, one "
             f"node as 8xH100, processes on this machine as 4xcpu, or the path of a YAML file"
         )
-    return _from_spec(int(match[1] or 1), int(match[2]), match[3])
+    return _from_spec(int(match[1] or 1), int(match[2]), match[3], prices)
 
 
-def _from_spec(num_nodes: int, num_devices: int, name: str) -> LoadedCluster:
-    known = find_device(name)
+def _from_spec(num_nodes: int, num_devices: int, name: str, prices: Prices) -> LoadedCluster:
+    usual = find_device(name)
+    known = prices.known(usual)
     if not 1 <= num_nodes * num_devices <= MAX_DEVICES or not num_devices:
         raise InputError(
             f"a cluster of {num_nodes} x {num_devices} devices is out of range; "
@@ -105,7 +108,7 @@ def _from_spec(num_nodes: int, num_devices: int, name: str) -> LoadedCluster:
     host = known.host_of(num_nodes * num_devices)
     name = f"{shape}x{known.device.name}"
     cluster = Cluster(name, known.device, tuple(levels), known.backend, host)
-    return LoadedCluster(cluster, tuple(assumed), cluster.name)
+    return LoadedCluster(cluster, tuple(assumed), name if known == usual else one_line(cluster))
 
 
 def _inside(known: KnownDevice, num_devices: int) -> tuple[Level, ...]:
@@ -205,14 +208,15 @@ def _link_line(where: str, level: Level) -> str:
     )
 
 
-def _from_file(path: Path) -> LoadedCluster:
+def _from_file(path: Path, prices: Prices) -> LoadedCluster:
     data = read_input(path, "the cluster file", MOST_BYTES)
     try:
-        return _from_text(data.decode("utf-8"), str(path))
+        return _from_text(data.decode("utf-8"), str(path), prices)
     except UnicodeDecodeError:
         raise InputError(f"{path}: not a text file in UTF-8") from None
 
 
-def _from_text(text: str, where: str) -> LoadedCluster:
+def _from_text(text: str, where: str, prices: Prices) -> LoadedCluster:
     cluster, assumed = read_cluster_text(text, where)
+    cluster = prices.on(cluster)
     return LoadedCluster(cluster, assumed, one_line(cluster))

@@ -12,7 +12,7 @@ from importlib.resources import files
 from parloom.cost import units
 from parloom.cost.strict_yaml import Section, read
 from parloom.errors import InputError, nearest
-from parloom.ir.mesh import FABRICS, Device, Efficiency, Host, Level, Link
+from parloom.ir.mesh import FABRICS, Device, Efficiency, Host, HourlyPrice, Level, Link
 
 DTYPES = {
     "bf16": "bfloat16",
@@ -25,6 +25,9 @@ DTYPES = {
 }
 BACKEND_NAMES = ("nccl", "gloo", "other")
 RECALLED = "recalled"
+# Of one device in dollars, where that is from, and of when it is.
+PRICE_KEYS = ("price_per_hour", "price_source", "price_date")
+FROM_FILE = "cluster file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +165,20 @@ def find_interconnect(name: str) -> Interconnect | None:
     return next((link for link in table().interconnects if link.name.lower() == name.lower()), None)
 
 
+def read_price(section: Section) -> HourlyPrice | None:
+    """The price of one device from `PRICE_KEYS`, where it is given; a file is its own source."""
+    for key in PRICE_KEYS[1:]:
+        if section.has(key) and not section.has(PRICE_KEYS[0]):
+            raise section.error(section.get(key), f"{key}: goes with {PRICE_KEYS[0]}")
+    if not section.has(PRICE_KEYS[0]):
+        return None
+    usd, (source, date) = section.parse(PRICE_KEYS[0], units.parse_dollars), PRICE_KEYS[1:]
+    return HourlyPrice(usd, section.text_or(source, FROM_FILE), section.text_or(date, ""))
+
+
 def read_device(name: str, section: Section) -> Device:
-    """A device from the keys memory, memory_bandwidth, rates, price_per_hour, cores, generation
-    and efficiency of `section`.
+    """A device from the keys memory, memory_bandwidth, rates, cores, generation, efficiency and
+    `PRICE_KEYS` of `section`.
     """
     rates = section.section("rates")
     rates.check((), (*DTYPES, *DTYPES.values()))
@@ -182,7 +196,7 @@ def read_device(name: str, section: Section) -> Device:
         flops_per_s=tuple(sorted(per_dtype.items())),
         memory_bytes=memory,
         memory_bytes_per_s=section.parse("memory_bandwidth", units.parse_bandwidth),
-        price_per_hour=section.parse_or("price_per_hour", units.parse_dollars, None),
+        price=read_price(section),
         efficiency=_efficiency(section.section("efficiency"))
         if section.has("efficiency")
         else Efficiency(),
@@ -280,6 +294,7 @@ def _known(
             "network",
             "host",
             "price_per_hour",
+            "price_date",
             "backend",
             "cores",
             "efficiency",
@@ -287,6 +302,10 @@ def _known(
         ),
     )
     device = read_device(name, section)
+    sources = _sources(section, device, references)
+    if device.price is not None:
+        price = replace(device.price, source=dict(sources)["price_per_hour"])
+        device = replace(device, price=price)
     return KnownDevice(
         device=device,
         short=section.texts("short"),
@@ -294,7 +313,7 @@ def _known(
         network=_network(section.section("network"), links) if section.has("network") else None,
         host=read_host(section.section("host")) if section.has("host") else None,
         backend=section.parse_or("backend", read_backend, "nccl"),
-        sources=_sources(section, device, references),
+        sources=sources,
     )
 
 

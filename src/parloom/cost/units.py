@@ -4,6 +4,7 @@ Data sheets write `Gb/s` for both bits and bytes; parloom refuses what can be re
 says both readings. Decimal prefixes are powers of 1000, binary ones (`Ki`, `Mi`, ...) of 1024.
 """
 
+import math
 import re
 
 from parloom.errors import InputError
@@ -23,7 +24,10 @@ _BOTH = re.compile(
 
 # What no machine has or will have soon: most likely a slip of the unit.
 MOST_BYTES, MOST_BYTES_PER_S, MOST_FLOPS_PER_S, MOST_SECONDS = 2**60, 1e18, 1e24, 3600.0
-MOST_DOLLARS = 1e6
+MOST_DOLLARS, MOST_COUNT = 1e6, 1e21
+PER_DEVICE_HOUR = ("/gpu-h", "/device-h")
+# As tokens are counted: B is a billion.
+COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 def parse_bytes(text: str, *, down: bool = False) -> int:
@@ -96,6 +100,26 @@ def parse_dollars(text: str) -> float:
     return _plausible(number, text, MOST_DOLLARS, "a million dollars")
 
 
+def parse_hourly(text: str) -> float:
+    """Dollars for an hour of one device from `2.10/gpu-h`, `2.10USD/gpu-h`, `$2.10/device-h`."""
+    expected = "2.10/gpu-h: dollars for an hour of one device"
+    number, unit = _split(text.strip().removeprefix("$"), expected)
+    if unit.removeprefix("USD").strip().lower() not in PER_DEVICE_HOUR:
+        raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
+    return _plausible(number, text, MOST_DOLLARS, "a million dollars")
+
+
+def parse_count(text: str) -> float:
+    """How many of something, from `2T`, `300B` (1e9), `1.5e12`, `64M`."""
+    expected = "a number such as 2T, 300B, 64M or 1.5e12"
+    _refuse_sign(text, expected)
+    match = _NUMBER.fullmatch(text)
+    unit = (match[2] or "").strip() if match else ""
+    if match is None or unit not in COUNTS:
+        raise InputError(f"{text!r} is no such number; write {expected}")
+    return _plausible(_positive(float(match[1]) * COUNTS[unit], text), text, MOST_COUNT, "1e21")
+
+
 def parse_factor(text: str) -> float:
     """A number >= 1 without a unit, such as the 2 of 2:1 oversubscription."""
     number = _plain(text, "a number such as 2 or 1.5")
@@ -147,6 +171,15 @@ def format_rate(per_s: float, unit: str) -> str:
 def format_count(number: float) -> str:
     """`41.2k`, `3.1M`: a decimal prefix without a unit."""
     return format_rate(number, "").replace(" ", "")
+
+
+def format_dollars(usd: float) -> str:
+    """`$1,234,567`, `$12.30`, `$0.00123`: to the cent, or three significant digits of less."""
+    if usd >= 1000:
+        return f"${usd:,.0f}"
+    if usd >= 1 or not usd:
+        return f"${usd:.2f}"
+    return f"${usd:.{2 - math.floor(math.log10(usd))}f}"
 
 
 def _digits(value: float) -> str:

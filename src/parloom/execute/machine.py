@@ -13,6 +13,7 @@ from parloom.cost.measured import (
     mismatches,
     source_of,
 )
+from parloom.cost.money import AS_LISTED, Prices
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
@@ -131,15 +132,17 @@ def machine_for(
     calibration: str | Path | None = None,
     planned: int | None = None,
     num_devices: int | None = None,
+    prices: Prices = AS_LISTED,
 ) -> Machine:
-    """The machine that a cluster's spec or file describes, or its first `num_devices` devices.
+    """The machine that a cluster's spec or file describes, or its first `num_devices` devices;
+    `prices` replace those of its devices.
 
     Processes of a CPU cluster share the cores of the machine that was calibrated, else those that a
     plan was made for (`planned`), else those of this computer. Raises `InputError` for a cluster or
     a calibration that cannot be read, or where there is no such part.
     """
     found = None if calibration is None else read_calibration(Path(calibration))
-    whole = _machine(resolve_cluster(cluster), found, str(calibration or ""), planned)
+    whole = _machine(resolve_cluster(cluster, prices), found, str(calibration or ""), planned)
     return whole if num_devices is None else whole.part(num_devices)
 
 

@@ -53,19 +53,33 @@ class Efficiency:
 
 
 @dataclass(frozen=True, slots=True)
+class HourlyPrice:
+    """What one device costs, rented: dollars an hour, who says so, and of when that is."""
+
+    usd: float
+    source: str = ""
+    date: str = ""
+
+    def __str__(self) -> str:
+        said = ", ".join(filter(None, (self.source, self.date or "no date")))
+        cents = f"{self.usd:,.2f}" if round(self.usd, 2) == self.usd else f"{self.usd:,.4g}"
+        return f"${cents} an hour of a device ({said})"
+
+
+@dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator: dense peak rate per dtype name, memory size and memory bandwidth.
 
     `generation` names what kernels are written for ("hopper"; empty where it does not matter).
-    `price_per_hour` is in dollars, None where it is not known. `cores` work on one tile of a matrix
-    product each (streaming multiprocessors); 0 where products have no tiles.
+    `price` is None where it is not known. `cores` work on one tile of a matrix product each
+    (streaming multiprocessors); 0 where products have no tiles.
     """
 
     name: str
     flops_per_s: tuple[tuple[str, float], ...]
     memory_bytes: int
     memory_bytes_per_s: float
-    price_per_hour: float | None = None
+    price: HourlyPrice | None = None
     efficiency: Efficiency = Efficiency()
     cores: int = 0
     generation: str = ""
@@ -169,8 +183,8 @@ class Cluster(Shown):
     def price_per_hour(self) -> float | None:
         """Dollars for an hour of all devices; None where the price of one is not known."""
         if not self.parts:
-            price = self.device.price_per_hour
-            return None if price is None else price * self.num_devices
+            own = self.device.price
+            return None if own is None else own.usd * self.num_devices
         total = 0.0
         for part in self.parts:
             price = part.cluster.price_per_hour

@@ -324,6 +324,25 @@ class ModelSource:
         return ":" not in self.spec
 
 
+class Objective(StrEnum):
+    """What a plan is chosen by: the time of a step, its dollars, or the peak of a device."""
+
+    TIME = "time"
+    COST = "cost"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a plan was chosen by, where that is not its time: dollars of a step, or the peak bytes
+    of a device. No plan that was searched has less than `bound`, where that is known.
+    """
+
+    objective: Objective
+    value: float
+    bound: float | None = None
+
+
 class Status(StrEnum):
     """How the search for a plan ended."""
 
@@ -362,6 +381,7 @@ class Plan(Shown):
     constraints: tuple[Constraint, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
     ranges: tuple[tuple[str, float, float], ...] = ()
+    aim: Aim | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -371,6 +391,8 @@ class Plan(Shown):
     @property
     def gap(self) -> float | None:
         """By which share of the bound the plan is above it; None where there is no bound."""
+        if self.aim is not None:
+            return self.aim.value / self.aim.bound - 1 if self.aim.bound else None
         if not self.bound_s or self.prediction is None:
             return None
         return (self.prediction.step_s - self.bound_s) / self.bound_s
@@ -397,6 +419,7 @@ class Plan(Shown):
             "--dtype": names.get(source.dtype or "", source.dtype),
             "--optimizer": self.optimizer.name,
             "--method": self.method,
+            "--objective": None if self.aim is None else self.aim.objective.value,
             "--microbatches": self.decisions.num_microbatches,
             "--batch-semantics": self.decisions.batch_semantics,
             "--seed": self.seed,

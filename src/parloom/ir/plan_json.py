@@ -8,6 +8,7 @@ complaint says file:line:column, what is wrong there, and what to do.
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -25,6 +26,7 @@ from parloom.ir.plan import (
     WIDE_DTYPES,
     Action,
     ActivationDecision,
+    Aim,
     Alternative,
     Constraint,
     Decisions,
@@ -65,6 +67,7 @@ def plan_to_json(plan: Plan) -> str:
         "prediction": _prediction(plan.prediction),
         "bound_s": plan.bound_s,
         "solver_gap": plan.solver_gap,
+        **({"aim": asdict(plan.aim)} if plan.aim else {}),
         "status": plan.status,
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
@@ -289,6 +292,7 @@ class _Reader:
             seed=document.seed,
             bound_s=document.bound_s,
             solver_gap=document.solver_gap,
+            aim=Aim(**document.aim.model_dump()) if document.aim else None,
             status=document.status,
             notes=tuple(document.notes),
             settings=tuple(document.settings.items()),

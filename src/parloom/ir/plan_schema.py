@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from parloom.ir.plan import Status
+from parloom.ir.plan import Objective, Status
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -179,6 +179,14 @@ class ConstraintDocument(Document):
     peak_bytes: Index
 
 
+class AimDocument(Document):
+    """What a plan was chosen by, where that is not its time."""
+
+    objective: Annotated[Objective, Field(strict=False)]
+    value: Number
+    bound: Number | None
+
+
 class PlanDocument(Document):
     """A whole plan file."""
 
@@ -193,6 +201,7 @@ class PlanDocument(Document):
     prediction: PredictionDocument | None
     bound_s: Number | None
     solver_gap: Number | None
+    aim: AimDocument | None = None
     status: Annotated[Status, Field(strict=False)] = Status.COMPLETE
     alternatives: list[AlternativeDocument]
     constraints: list[ConstraintDocument] = []

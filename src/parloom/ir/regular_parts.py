@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
-from parloom.ir.mesh import Cluster, Level, Link, check_part, part_of
+from parloom.ir.mesh import Cluster, Device, Level, Link, check_part, part_of
 from parloom.ir.plan import Decisions, Stage
 
 
@@ -172,6 +172,16 @@ def check_on_any(cluster: Cluster, check: Callable[[Cluster], object]) -> None:
         except InputError as error:
             errors.append(error)
     raise errors[0]
+
+
+def used_devices(cluster: Cluster, decisions: Decisions) -> tuple[tuple[Device, int], ...]:
+    """The types of devices that a plan has work for, and how many of each."""
+    used = {device for stage in decisions.stages for device in devices_of(stage)}
+    counts = [
+        (part.cluster.device, len(used.intersection(part.devices)))
+        for part in regular_parts(cluster)
+    ]
+    return tuple((device, count) for device, count in counts if count)
 
 
 def moved_by(decisions: Decisions, first: int) -> Decisions:

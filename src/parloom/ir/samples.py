@@ -14,6 +14,8 @@ from parloom.ir.graph import Call, Function, Graph, Node
 from parloom.ir.ops.cuts import units
 from parloom.ir.ops.rule import HALO, OFFSET, RING, WHOLE, Rule
 
+# Operators whose result has the elements of what they read.
+SAME_ELEMENTS = ("_to_copy", "alias", "clone", "detach", "view")
 Part = tuple[str, str, int, int]  # function, value, dim, stride within the dim
 
 
@@ -74,6 +76,26 @@ def num_samples(factored: Factored) -> int:
     dims = sample_dims(factored)
     entries = factored.graph.of_kind("batch")
     return gcd(*(e.value.spec.shape[dims[e.target]] for e in entries if e.target in dims)) or 1
+
+
+def num_tokens(factored: Factored) -> int | None:
+    """The tokens of the batch: the elements of its largest tensor of integers, samples by
+    positions, that `embedding` looks up; None where there is none.
+    """
+    graph, dims = factored.graph, sample_dims(factored)
+    found: list[int] = []
+    came = {
+        e.value.name: e.value.spec.num_elements
+        for e in graph.of_kind("batch")
+        if e.target in dims and "int" in e.value.spec.dtype and len(e.value.spec.shape) == 2
+    }
+    for flat in graph.flat():
+        values = [came[name] for name in flat.operands if name in came]
+        if values and flat.node.op in SAME_ELEMENTS:
+            came |= dict.fromkeys(flat.results, values[0])
+        elif values and flat.node.op == "embedding":
+            found += values
+    return max(found, default=None)
 
 
 def _chosen(

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from parloom.cost.collectives import Collective, collective
-from parloom.cost.devices import known_devices
+from parloom.cost.devices import PRICE_KEYS, known_devices
 from parloom.cost.units import format_bytes, format_rate, format_seconds
-from parloom.ir.mesh import Cluster, Level, Link
+from parloom.ir.mesh import Cluster, HourlyPrice, Level, Link
 from parloom.report.rows import Rows
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -38,7 +38,7 @@ def cluster_document(cluster: Cluster, assumptions: tuple[str, ...]) -> dict[str
             "memory_bytes": cluster.device.memory_bytes,
             "memory_bytes_per_s": cluster.device.memory_bytes_per_s,
             "flops_per_s": dict(cluster.device.flops_per_s),
-            "price_per_hour": cluster.device.price_per_hour,
+            **price_document(cluster.device.price),
         },
         "host": None,
         "levels": [_level_document(level) for level in cluster.levels],
@@ -152,9 +152,21 @@ def _chosen(cluster: Cluster) -> list[RenderableType]:
     return [Text(""), table, Text(WHOLE)]
 
 
+def price_document(price: HourlyPrice | None) -> dict[str, Any]:
+    """The price of one device in JSON values, under the names that it has in a cluster file."""
+    if price is None:
+        return dict.fromkeys(PRICE_KEYS)
+    values = price.usd, price.source, price.date or None
+    return dict(zip(PRICE_KEYS, values, strict=True))
+
+
 def _price(cluster: Cluster) -> list[RenderableType]:
-    price = cluster.price_per_hour
-    return [] if price is None else [Text(f"price {price:,.2f} USD an hour")]
+    """Of all devices, and of one where all are of one type."""
+    total, own = cluster.price_per_hour, cluster.device.price
+    if total is None or own is None:
+        return []
+    each = "" if cluster.parts else f": {own}"
+    return [Text(f"price {total:,.2f} USD an hour{each}")]
 
 
 def _table(levels: tuple[Level, ...]) -> list[RenderableType]:

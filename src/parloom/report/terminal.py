@@ -10,10 +10,11 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Alternative, Plan, Prediction, Stage
+from parloom.ir.plan import Aim, Alternative, Objective, Plan, Prediction, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
+from parloom.report.costs import aim_words, cost_lines, plan_cost_document
 from parloom.report.mixed import fullest_bytes, peak_lines
 from parloom.report.words import (
     constraint_lines,
@@ -28,11 +29,17 @@ MEMORY = "memory per device when most is held (optimizer: its state, and what an
 
 
 def plan_screen(
-    plan: Plan, cluster: Cluster, paths: Mapping[str, Path], calibration: str | Path | None
+    plan: Plan,
+    cluster: Cluster,
+    paths: Mapping[str, Path],
+    calibration: str | Path | None,
+    in_run: float | None = None,
 ) -> RenderableType:
-    """The answer to `parloom plan`, ready to print; `calibration` is the file that it was given."""
+    """The answer to `parloom plan`, ready to print; `calibration` is the file that it was given,
+    `in_run` how many tokens or samples are trained on.
+    """
     parts: list[RenderableType] = [Text(title_words(plan, cluster), style="bold"), Text("")]
-    parts.append(_facts(plan, cluster))
+    parts.append(_facts(plan, cluster, in_run))
     if plan.prediction is not None:
         parts += [Text(""), Text(MEMORY), _memory(plan, cluster)]
     if plan.alternatives:
@@ -60,18 +67,28 @@ def prediction_screen(found: Prediction) -> RenderableType:
     return Group(Text(line), Text(""), Text(MEMORY), _components(found, found.peak_bytes))
 
 
-def plan_document(plan: Plan, capture_s: float, search_s: float, path: str) -> dict[str, Any]:
+def plan_document(
+    plan: Plan,
+    cluster: Cluster,
+    capture_s: float,
+    search_s: float,
+    path: str,
+    in_run: float | None = None,
+) -> dict[str, Any]:
     """What `plan --json` prints; the keys are the command line's contract.
 
     `search_s` is what it took to choose among plans, `capture_s` to build and capture the model.
     """
     prediction = plan.prediction
     step_s = prediction.step_s if prediction else None
+    aim = plan.aim or Aim(Objective.TIME, step_s or 0.0, plan.bound_s)
     return {
         "step_s": step_s,
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "solver_gap": plan.solver_gap,
+        "objective": {"name": aim.objective.value, "value": aim.value, "bound": aim.bound},
+        "cost": plan_cost_document(plan, cluster, in_run),
         "status": plan.status,
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "peaks": dict(prediction.peaks) if prediction else {},
@@ -113,7 +130,7 @@ def _mesh(stage: Stage) -> list[dict[str, Any]]:
     return [{"axis": axis.name, "size": axis.size} for axis in stage.mesh.axes]
 
 
-def _facts(plan: Plan, cluster: Cluster) -> Table:
+def _facts(plan: Plan, cluster: Cluster, in_run: float | None) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")
@@ -136,6 +153,10 @@ def _facts(plan: Plan, cluster: Cluster) -> Table:
             )
         for index, line in enumerate(peak_lines(plan, cluster)):
             table.add_row("" if index else "peak", Text(line))
+        for index, line in enumerate(cost_lines(plan, cluster, in_run)):
+            table.add_row("" if index else "cost", Text(line))
+        if plan.aim is not None:
+            table.add_row("objective", Text(aim_words(plan.aim)))
     return table
 
 

@@ -20,6 +20,7 @@ from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import (
     MEMORY,
+    Aim,
     Constraint,
     Decisions,
     ParameterDecision,
@@ -353,11 +354,16 @@ SOURCES = MappingProxyType(
 )
 
 
-def constraint_line(constraint: Constraint, found: Prediction) -> str:
-    """What a constraint costs a plan of which `found` is expected, in words."""
+def constraint_line(constraint: Constraint, found: Prediction, aim: Aim | None = None) -> str:
+    """What a constraint costs a plan of which `found` is expected, in words; the best plan without
+    it may be slower, where `aim` is another one than time.
+    """
     step_s, peak = found.step_s, found.peak_bytes
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
     costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
+    if aim is not None and (constraint.step_s, constraint.peak_bytes) != (step_s, peak):
+        with_it = f"{format_seconds(step_s)} and {format_bytes(peak)}"
+        return f"{constraint.text}: {with_it} with it, {' and '.join(without)} without"
     if constraint.step_s == step_s:
         return f"{costs} nothing"
     return (
@@ -399,7 +405,8 @@ def constraint_lines(plan: Plan) -> tuple[str, ...]:
     """What the constraints of a plan cost it, in words."""
     if plan.prediction is None:
         return ()
-    return tuple(constraint_line(constraint, plan.prediction) for constraint in plan.constraints)
+    found, aim = plan.prediction, plan.aim
+    return tuple(constraint_line(constraint, found, aim) for constraint in plan.constraints)
 
 
 def memory_limit(plan: Plan, device_bytes: int) -> int:

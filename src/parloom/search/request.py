@@ -13,7 +13,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer, Prediction
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Objective, Optimizer, Prediction
 from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
@@ -51,9 +51,10 @@ class Request:
 
     `num_microbatches`: so many, None for any number; `method`: a name of `arguments.METHODS` or the
     path of a plan; `budget`: how much deterministic work a method may do. With `all_devices` no
-    plan leaves some of them idle; `takes` are other ways to compute values, of which `auto` may use
-    any. Where `batch_semantics` are by microbatch, `graph` is the program
-    of one microbatch.
+    plan leaves some of them idle; `sizes` are numbers of devices that the objective `cost` looks
+    at, all of which there are parts where it is empty. `takes` are other ways to compute values, of
+    which `auto` may use any. Where `batch_semantics` are by microbatch, `graph` is the program of
+    one microbatch.
     """
 
     graph: Graph
@@ -68,6 +69,8 @@ class Request:
     batch_semantics: str = GLOBAL
     method: str = AUTO
     all_devices: bool = True
+    objective: Objective = Objective.TIME
+    sizes: tuple[int, ...] = ()
     takes: tuple[Take, ...] = ()
 
     @property

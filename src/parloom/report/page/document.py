@@ -1,13 +1,13 @@
 """All that a report shows, as one JSON document: what its page is drawn from."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from parloom.ir.factors import factorize, site_of
-from parloom.ir.graph import Call, Graph, Node
-from parloom.ir.ops import OPS
+from parloom.cost.money import usd_per_hour, usd_per_step
+from parloom.cost.utilization import model_flops, utilization
+from parloom.ir.graph import Graph
 from parloom.ir.plan_json import ranks_text
+from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, Step
 from parloom.report.explain import bound_words
@@ -71,10 +71,10 @@ def _plan(side: Side, say: Say) -> Document:
 
 def _summary(side: Side, graph: Graph) -> Document:
     plan, step = side.plan, side.step
-    step_s, price = step.timeline.step_s, step.cluster.price_per_hour
+    step_s = step.timeline.step_s
     low, high = step.source.band(step_s)
-    flops = model_flops(parse_graph(plan.graph))
-    rate = step.cluster.device.rate(_dtype(graph)) * plan.decisions.num_ranks
+    whole = side.whole
+    model, used = parse_graph(plan.graph), used_devices(whole, plan.decisions)
     return {
         "step_s": step_s,
         "band_s": [low, high],
@@ -90,37 +90,12 @@ def _summary(side: Side, graph: Graph) -> Document:
         "method": plan.method,
         "num_microbatches": plan.decisions.num_microbatches,
         "schedule": plan.decisions.schedule if len(plan.decisions.stages) > 1 else "",
-        "price_per_hour": price,
-        "price_per_step": None if price is None else price * step_s / 3600,
-        "model_flops": flops,
-        "mfu": flops / (step_s * rate) if step_s and rate else None,
+        "price_per_hour": usd_per_hour(whole, plan.decisions),
+        "price_per_step": usd_per_step(whole, plan.decisions, step_s),
+        "model_flops": model_flops(model),
+        "mfu": utilization(model, used, step_s),
         "samples": _samples(graph),
     }
-
-
-def model_flops(graph: Graph) -> float:
-    """Floating-point operations of a step as the model states it: forward and backward, with
-    nothing computed again (as PaLM counts MFU: Chowdhery et al., 2022, appendix B).
-    """
-    factored, calls = factorize(graph), Counter[str]()
-    calls.update(item.function for item in graph.main.body if isinstance(item, Call))
-    calls[graph.main.name] = 1
-    total = 0.0
-    for function in (graph.main, *graph.functions):
-        specs = function.specs()
-        for node in (item for item in function.body if isinstance(item, Node)):
-            op, rule = OPS[node.op], factored.rule(function.name, node)
-            passes = 1 + op.backward_ratio * op.differentiable
-            total += calls[function.name] * passes * op.flops(site_of(node, specs), rule)
-    return total
-
-
-def _dtype(graph: Graph) -> str:
-    """In which most of the parameters are."""
-    sizes = Counter[str]()
-    for entry in graph.of_kind("parameter"):
-        sizes[entry.value.spec.dtype] += entry.value.spec.num_elements
-    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
 def _samples(graph: Graph) -> int | None:

@@ -1,0 +1,71 @@
+"""What one plan costs, and what it was chosen by, in words and in JSON values."""
+
+from typing import Any
+
+from parloom.cost.money import Work, usd_per_hour, usd_per_step, work_of
+from parloom.cost.units import bytes_up, format_bytes, format_dollars
+from parloom.ir.mesh import Cluster, HourlyPrice
+from parloom.ir.plan import Aim, Objective, Plan
+from parloom.ir.regular_parts import used_devices
+from parloom.ir.text import parse_graph
+from parloom.report.fronts import cost_document, days_words, price_lines, prices_document
+
+
+def _of(plan: Plan, in_run: float | None) -> Work:
+    decisions = plan.decisions
+    apart = decisions.num_microbatches if decisions.accumulates else 1
+    return work_of(parse_graph(plan.graph), apart, in_run)
+
+
+def _prices(plan: Plan, cluster: Cluster) -> list[tuple[str, HourlyPrice]]:
+    used = used_devices(cluster, plan.decisions)
+    return [(device.name, device.price) for device, _ in used if device.price is not None]
+
+
+def plan_cost_document(plan: Plan, cluster: Cluster, in_run: float | None) -> dict[str, Any] | None:
+    """What a plan costs in JSON values; None where it is not predicted."""
+    if plan.prediction is None:
+        return None
+    step_s, work = plan.prediction.step_s, _of(plan, in_run)
+    usd = usd_per_step(cluster, plan.decisions, step_s)
+    return cost_document(work, step_s, usd) | {
+        f"{work.unit}s_per_step": work.in_step,
+        "usd_per_hour": usd_per_hour(cluster, plan.decisions),
+        "prices": prices_document(_prices(plan, cluster)),
+    }
+
+
+def cost_lines(plan: Plan, cluster: Cluster, in_run: float | None) -> list[str]:
+    """What a plan costs in words, and by which prices; the days of a run without any, too."""
+    if plan.prediction is None:
+        return []
+    step_s = plan.prediction.step_s
+    usd = usd_per_step(cluster, plan.decisions, step_s)
+    if usd is None and in_run is None:
+        return []
+    work, lines = _of(plan, in_run), []
+    days, run = work.days(step_s), work.usd_of_run(usd)
+    if days is not None:
+        money = "" if run is None else f", {format_dollars(run)}"
+        lines.append(f"{days_words(days)} days{money} for the run")
+    billion = work.usd_per_billion(usd)
+    if usd is not None and billion is not None:
+        each = f"{format_dollars(billion)} a billion {work.unit}s"
+        lines.append(f"{format_dollars(usd)} a step, {each}")
+        lines += price_lines(_prices(plan, cluster))
+    return lines
+
+
+def aim_words(aim: Aim) -> str:
+    """What a plan was chosen by, and what no other has less than."""
+    if aim.objective is Objective.MEMORY:
+        value, what = bytes_up(int(aim.value)), "the least peak that was found"
+        bound = aim.bound and format_bytes(aim.bound)
+        least = f"each plan of one stage that is searched holds {bound} or more"
+    else:
+        value, what = format_dollars(aim.value), "the cheapest step that was found"
+        bound = aim.bound and format_dollars(aim.bound)
+        least = f"no plan that is searched costs less than {bound}, however well it overlaps"
+    if not aim.bound:
+        return f"{what}: {value}; nothing is proved of others"
+    return f"{what}: {value}; {least}; this one is {aim.value / aim.bound - 1:.0%} above that"
