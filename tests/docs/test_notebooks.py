@@ -28,6 +28,7 @@ def test_outputs_are_what_the_cells_give(
         return
     assert outputs(book) == stored
     assert any("text/html" in data for data in stored)
+    assert not any("source=ModelSource(" in text for data in stored for text in data.values())
     assert path.stat().st_size < MOST_BYTES, "outputs are light"
 
 

@@ -37,10 +37,12 @@ class Shown:
         looks = _LOOKS.get(type(self))
         return None if looks is None else looks.html(self)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython shows on a terminal, and notebooks keep beside the HTML."""
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        """What IPython shows: HTML in notebooks, text on a terminal in the place of the `repr`."""
         looks = _LOOKS.get(type(self))
-        printer.text(repr(self) if looks is None else looks.text(self))
+        return (
+            {} if looks is None else {"text/plain": looks.text(self), "text/html": looks.html(self)}
+        )
 
 
 def drawn(kind: type, looks: Looks) -> None:
