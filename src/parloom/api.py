@@ -98,7 +98,8 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     process alone can prove its plan.
 
     `optimizer` is a class of torch.optim, its name, or an optimizer; the default is what the
-    model's factory returned, or adamw. `cluster` is a spec or a file's path; without one, this machine. With
+    model's factory returned, or adamw. `cluster` is a spec or a file's path; without one,
+    this machine. With
     `batch_semantics` "microbatch" the loss is the mean of those of `microbatches` microbatches,
     each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
     `pin` and `forbid` fix layouts and rule them out (docs/pins.md), `budget` ends the search after

@@ -34,7 +34,7 @@ VARIANTS = frozenset({"d", "ti", "super", "laptop", "max", "mobile", "nvl"})
 class Gpu:
     """One GPU; `users` are processes by id with the bytes that they hold.
 
-    Generation and lanes of PCIe are 0 where nobody could say, and so are `links`, its NVLinks in use.
+    Generation and lanes of PCIe are 0 where nobody could say; `links` are its NVLinks in use.
     """
 
     name: str
@@ -165,9 +165,9 @@ def known_gpu(here: Here) -> KnownDevice:
     if fits:
         return max(fits, key=lambda fit: fit[0])[1]
     raise InputError(
-        f"no numbers are known for the GPU {gpu.name!r} with {format_bytes(gpu.memory_bytes)}: write"
-        " a cluster file with those of its data sheet, as device: {name, memory, memory_bandwidth,"
-        " rates} (docs/clusters.md), and give it as --cluster FILE.yaml, or name a device that is"
+        f"no numbers are known for the GPU {gpu.name!r} with {format_bytes(gpu.memory_bytes)}:"
+        " write a cluster file with those of its data sheet, as device: {name, memory,"
+        " memory_bandwidth, rates} (docs/clusters.md), and give it as --cluster FILE.yaml, or name a device that is"
         " like it (parloom cluster show --known)"
     )
 
