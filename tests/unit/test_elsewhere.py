@@ -12,14 +12,21 @@ from parloom.capture.load import full_name
 # What macOS or Windows do not have is gone before anything is imported.
 ELSEWHERE = """
 import multiprocessing, os, signal, sys
-for name in ("resource", "fcntl", "pwd", "grp", "termios", "transformers", "pynvml"):
-    sys.modules[name] = None
+import psutil, torch, torch.distributed.run  # they have code of their own for each system
+GONE = ("resource", "fcntl", "pwd", "grp", "termios", "transformers", "pynvml")
+class Gone:
+    def find_spec(name, path=None, target=None):
+        if name in GONE:
+            raise ModuleNotFoundError("no module " + name, name=name)
+sys.meta_path.insert(0, Gone)
+for name in GONE:
+    sys.modules.pop(name, None)
 import multiprocessing.context
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
-for name in ("fork", "sched_getaffinity", "getuid", "O_DIRECTORY"):
+for name in ("fork", "sched_getaffinity", "getuid", "O_NONBLOCK", "O_CLOEXEC"):
     if hasattr(os, name):
         delattr(os, name)
-for name in ("SIGALRM", "setitimer", "SIGKILL", "SIGHUP"):
+for name in ("SIGALRM", "setitimer", "SIGKILL", "SIGHUP", "SIGQUIT"):
     if hasattr(signal, name):
         delattr(signal, name)
 from parloom import cli
@@ -33,7 +40,9 @@ def elsewhere(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_plans_where_processes_cannot_be_forked(tmp_path: Path) -> None:
-    asked = "plan", "zoo:mlp", "--cluster", "2xcpu", "--method", "data_parallel", "--out"
+    file = tmp_path / "two.yaml"
+    file.write_text("device: cpu\nlevels: [{name: loopback, size: 2, bandwidth: 0.9GB/s}]\n")
+    asked = "plan", "zoo:mlp", "--cluster", str(file), "--method", "data_parallel", "--out"
     done = elsewhere(*asked, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "processes cannot be forked on this system" in done.stdout

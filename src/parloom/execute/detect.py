@@ -167,8 +167,8 @@ def known_gpu(here: Here) -> KnownDevice:
     raise InputError(
         f"no numbers are known for the GPU {gpu.name!r} with {format_bytes(gpu.memory_bytes)}:"
         " write a cluster file with those of its data sheet, as device: {name, memory,"
-        " memory_bandwidth, rates} (docs/clusters.md), and give it as --cluster FILE.yaml, or name a device that is"
-        " like it (parloom cluster show --known)"
+        " memory_bandwidth, rates} (docs/clusters.md), and give it as --cluster FILE.yaml, or name"
+        " a device that is like it (parloom cluster show --known)"
     )
 
 
