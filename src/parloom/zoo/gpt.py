@@ -48,15 +48,25 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token loss over the whole batch; `labels` equal to -100 do not count."""
+    """Next-token loss over the whole batch; `labels` equal to -100 do not count.
+
+    `embedded` is dropout on the embeddings, which the small model has not.
+    """
 
     def __init__(
-        self, vocab: int, width: int, depth: int, heads: int, positions: int, dropout: float
+        self,
+        vocab: int,
+        width: int,
+        depth: int,
+        heads: int,
+        positions: int,
+        dropout: float,
+        embedded: float = 0.0,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(positions, width)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = nn.Dropout(embedded) if embedded else nn.Identity()
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -116,5 +126,5 @@ def build_gpt2(
     if seq > n_positions:
         raise ValueError(f"a sequence of {seq}, but there are {n_positions} positions")
     width = heads * max(1, round(width * scale / heads))
-    model = GPT(vocab_size, width, depth, heads, n_positions, dropout)
+    model = GPT(vocab_size, width, depth, heads, n_positions, dropout, dropout)
     return model, tokens(batch, seq, vocab_size)
