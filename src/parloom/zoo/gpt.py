@@ -1,4 +1,4 @@
-"""GPT, small and as GPT-2: learned positions, fused QKV, pre-norm blocks, tied head.
+"""A small GPT: learned positions, fused QKV, pre-norm blocks, tied head.
 
 Shape suffixes: B batch, S sequence, D model width, H heads, K head width.
 """
@@ -48,25 +48,14 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-token loss over the whole batch; `labels` equal to -100 do not count.
-
-    `embedded` is dropout on the embeddings, which the small model has not.
-    """
+    """Next-token loss over the whole batch; `labels` equal to -100 do not count."""
 
     def __init__(
-        self,
-        vocab: int,
-        width: int,
-        depth: int,
-        heads: int,
-        positions: int,
-        dropout: float,
-        embedded: float = 0.0,
+        self, vocab: int, width: int, depth: int, heads: int, positions: int, dropout: float
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(positions, width)
-        self.dropout = nn.Dropout(embedded) if embedded else nn.Identity()
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
@@ -79,7 +68,7 @@ class GPT(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.tokens(input_ids)
-        x = self.dropout(x + self.positions(arange(input_ids.shape[1], device=input_ids.device)))
+        x = x + self.positions(arange(input_ids.shape[1], device=input_ids.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
@@ -104,27 +93,3 @@ def build(
     """
     width = heads * max(1, round(width * scale / heads))
     return GPT(vocab, width, depth, heads, seq, dropout), tokens(batch, seq, vocab)
-
-
-def build_gpt2(
-    *,
-    batch: int = 8,
-    seq: int = 1024,
-    scale: float = 1.0,
-    vocab_size: int = 50257,
-    width: int = 768,
-    depth: int = 12,
-    heads: int = 12,
-    n_positions: int = 1024,
-    dropout: float = 0.1,
-) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The smallest published GPT-2, 124 M parameters at scale 1; the batch is as of `build`.
-
-    Raises:
-        ValueError: a sequence longer than there are positions.
-    """
-    if seq > n_positions:
-        raise ValueError(f"a sequence of {seq}, but there are {n_positions} positions")
-    width = heads * max(1, round(width * scale / heads))
-    model = GPT(vocab_size, width, depth, heads, n_positions, dropout, dropout)
-    return model, tokens(batch, seq, vocab_size)
