@@ -1,4 +1,4 @@
-"""docs/exports.md says what the code does: its blocks are executed."""
+"""docs/reference/exports.md says what the code does: its blocks are executed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""docs/pins.md: its command is executed, and each pin of its table can be asked of that model."""
+"""docs/reference/pins.md: its command is executed, and each pin of its table can be asked of that model."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Clusters from what a user writes: `2x8xH100`, `8xH100`, `4xcpu`, or a YAML file.
 
 Devices and the links they usually come with are data (`clusters/devices.yaml`). A spec assumes
-those links and says so; a file states its own (`docs/clusters.md`). Bandwidths are per device and
+those links and says so; a file states its own (`docs/reference/clusters.md`). Bandwidths are per device and
 direction.
 """
 
