@@ -2,15 +2,12 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
 
-from parloom import api, cli
-from parloom.execute import machine
+from parloom import cli
 from tests.docs.commands import commands_of, executed, masked, run
 from tests.docs.page import DOCS, ROOT, blocks_of, check, updated
 
@@ -25,42 +22,14 @@ PAGES = [
         and any(b.language in ("console", "python") for b in blocks_of((DOCS / name).read_text()))
     ),
 ]
-CORES = 8  # of the laptop that the pages speak of
 # One worker has the captured models of all pages.
 pytestmark = pytest.mark.xdist_group("pages")
-
-Capture = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def captured() -> Iterator[Capture]:
-    """`api.capture` that captures each model of the zoo once."""
-    known: dict[object, Any] = {}
-    real = api.capture
-
-    def capture(model: str, **asked: Any) -> Any:
-        if not model.startswith("zoo:"):
-            return real(model, **asked)
-        key = model, *sorted((k, v) for k, v in asked.items() if k != "progress" and v is not None)
-        if key not in known:
-            known[key] = real(model, **asked)
-        return known[key]
-
-    yield capture
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_outputs_are_what_is_printed(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    pytestconfig: pytest.Config,
-    captured: Capture,
+    page: str, reader: Path, pytestconfig: pytest.Config
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # as a script finds what is beside it
-    monkeypatch.setattr(machine, "num_cores", lambda: CORES)
-    monkeypatch.setattr(api, "capture", captured)
     check(page, pytestconfig.getoption("--update-docs"), lambda block: executed(block, run))
 
 
