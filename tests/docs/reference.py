@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -117,6 +118,18 @@ def zoo_models() -> str:
         is_ = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
         sizes = ", ".join(f"{key} {value}" for key, value in zoo.sizes(name).items())
         lines.append(f"| `zoo:{name}` | {_cell(is_.rstrip('.'))} | {_cell(sizes)} |")
+    return "\n".join(lines) + "\n"
+
+
+# --- decisions ----------------------------------------------------------------------------------
+
+
+def decisions(folder: Path) -> str:
+    """A link to each decision, by its title."""
+    lines = []
+    for path in sorted(folder.glob("0*.md")):
+        number, _, title = path.read_text(encoding="utf-8").splitlines()[0][2:].partition(": ")
+        lines.append(f"- {number}: [{title}]({path.name})")
     return "\n".join(lines) + "\n"
 
 

@@ -18,8 +18,7 @@ from tests.docs.page import DOCS
 
 pytestmark = pytest.mark.xdist_group("pages")
 
-FOLDER = DOCS / "reference"
-SCHEMAS = FOLDER / "schemas"
+SCHEMAS = DOCS / "reference" / "schemas"
 PLAN = "plan zoo:mlp --method fsdp --out"
 # Of each verb the commands that show its keys; the first of all make the plans.
 ASKED = {
@@ -84,6 +83,7 @@ def parts_of(documents: dict[str, list[Any]]) -> tuple[dict[str, str], dict[str,
         "commands": reference.commands(),
         "zoo models": reference.zoo_models(),
         "plan keys": reference.plan_keys(),
+        "decisions": reference.decisions(DOCS / "decisions"),
     }
     parts |= {f"keys of {verb}": reference.json_keys(schemas[verb]) for verb in ("verify", *documents)}
     return parts, schemas
@@ -94,7 +94,7 @@ def test_pages_and_schemas_are_made_of_the_code(
 ) -> None:
     parts, schemas = parts_of(printed)
     marked: set[str] = set()
-    for path in sorted(FOLDER.glob("*.md")):
+    for path in sorted(DOCS.rglob("*.md")):
         page = path.read_text(encoding="utf-8")
         marked |= {found[1] for found in reference.MARKED.finditer(page)}
         now = reference.written(page, parts)
