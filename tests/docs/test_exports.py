@@ -6,4 +6,4 @@ from tests.docs.page import check
 
 
 def test_page(pytestconfig: pytest.Config) -> None:
-    check("exports.md", update=pytestconfig.getoption("--update-docs"))
+    check("reference/exports.md", update=pytestconfig.getoption("--update-docs"))

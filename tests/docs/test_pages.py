@@ -1,6 +1,5 @@
 """Every page runs: its commands and scripts give what it says, and each command line is legal."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 import typer
 
 from parloom import cli
-from tests.docs.commands import commands_of, executed, masked, run
-from tests.docs.page import DOCS, ROOT, blocks_of, check, updated
+from tests.docs.commands import executed, run
+from tests.docs.page import DOCS, blocks_of, check, updated
 
 APART = {"architecture.md", "add-an-op.md", "reference/exports.md", "reference/pins.md"}
 ALL = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
@@ -58,3 +57,40 @@ def parsed(line: str) -> None:
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_command_lines_are_legal(page: str, line: str) -> None:
     parsed(line)
+
+
+@pytest.mark.parametrize("line", ["parloom plan zoo:mlp", "parloom verify runs --pin x=n"])
+def test_an_illegal_command_line_is_seen(line: str) -> None:
+    with pytest.raises(Exception, match="issing|o such"):
+        parsed(line)
+
+
+def test_another_output_is_another_block() -> None:
+    block = "$ parloom a > file\n$ parloom b \\\n    c\nold\n"
+    now = executed(block, lambda words: (f"{words}\n", 0))
+    assert now == "$ parloom a > file\n$ parloom b \\\n    c\n['b', 'c']\n"
+
+
+def test_an_exit_code_must_be_said() -> None:
+    with pytest.raises(AssertionError, match="exit code 3: full"):
+        executed("$ parloom a\n", lambda words: ("full", 3))
+    block = '$ parloom a; echo "exit code $?"\n'
+    assert executed(block, lambda words: ("full\n", 3)) == f"{block}full\nexit code 3\n"
+
+
+def test_of_a_run_only_what_is_measured_may_differ() -> None:
+    line = "step {} loss 2.{} | {} ms | {}k samples/s | process 431 MiB"
+    block = f"$ parloom run a -- b\n{line.format(1, '305', 41.2, 1.5)}\n"
+    for out, same in (
+        (line.format(1, "312", 12.9, 3), True),
+        (line.format(2, "305", 41.2, 1.5), False),
+        (line.format(1, "405", 41.2, 1.5), False),
+    ):
+        assert (executed(block, lambda words, out=out: (out, 0)) == block) is same
+
+
+def test_files_of_a_page_are_written_in_parts(reader: Path) -> None:
+    part = '```python title="{}"\n{}\n```\n'
+    page = part.format("a.py", "x = 1") + part.format("a.py", "x += 1") + part.format("b.py", "y")
+    assert updated(page, "page", lambda block: block) == page
+    assert (reader / "a.py").read_text() == "x = 1\nx += 1\n"
