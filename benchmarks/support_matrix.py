@@ -2,8 +2,8 @@
 
     python benchmarks/support_matrix.py [--check]
 
-Reads `benchmarks/breadth.json` and replaces what is between two markers of both pages; `--check` only
-says whether they would change, by exit code 1.
+Reads `benchmarks/breadth.json` and replaces what is between two markers of both pages; `--check`
+only says whether they would change, by exit code 1.
 """
 
 import argparse

@@ -5,9 +5,10 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable
-from typing import IO
+from pathlib import Path
 
 
 def forked(work: Callable[[], int], timeout_s: float) -> tuple[int | None, str]:
@@ -41,31 +42,32 @@ def forked_ranks(
 ) -> list[tuple[int | None, str, str]]:
     """Of each of `ranks` forks at once the exit code of `work(rank)`, its stdout and its stderr."""
     context = multiprocessing.get_context("fork")
-    started = []
-    for rank in range(ranks):
-        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        process = context.Process(target=_run_rank, args=(work, rank, *files))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [
+            [Path(folder, f"{rank}.{name}") for name in ("out", "err")] for rank in range(ranks)
+        ]
+        started = [
+            context.Process(target=_run_rank, args=(work, rank, *own))
+            for rank, own in enumerate(files)
+        ]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This process", DeprecationWarning)
-            process.start()
-        started.append((process, files))
-    late = threading.Timer(timeout_s, lambda: [process.kill() for process, _ in started])
-    late.start()
-    for process, _ in started:
-        process.join()
-    late.cancel()
-    return [(process.exitcode, *map(_whole, files)) for process, files in started]
+            for process in started:
+                process.start()
+        end = time.monotonic() + timeout_s
+        for process in started:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in started:
+            process.kill()
+            process.join()
+        said = [[path.read_text(encoding="utf-8") for path in own] for own in files]
+        return [(p.exitcode, out, err) for p, (out, err) in zip(started, said, strict=True)]
 
 
-def _run_rank(work: Callable[[int], int], rank: int, out: IO[str], err: IO[str]) -> None:
-    os.dup2(out.fileno(), 1)
-    os.dup2(err.fileno(), 2)
+def _run_rank(work: Callable[[int], int], rank: int, *paths: Path) -> None:
+    for stream, path in enumerate(paths, 1):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), stream)
     with open(1, "w", encoding="utf-8") as sys.stdout, open(2, "w", encoding="utf-8") as sys.stderr:
         code = work(rank)
     sys.exit(code)
-
-
-def _whole(file: IO[str]) -> str:
-    with file:
-        file.seek(0)
-        return file.read()

@@ -78,7 +78,9 @@ def run(arguments: list[str]) -> tuple[str, int]:
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main(arguments)
     said = err.getvalue()
-    return out.getvalue() + (said[said.index("error: ") :] if code and "error: " in said else ""), code
+    return out.getvalue() + (
+        said[said.index("error: ") :] if code and "error: " in said else ""
+    ), code
 
 
 def _trained(arguments: list[str]) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """What pages that run share: a folder each, the cores of one laptop, and captured models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ CORES = 8
 
 
 @pytest.fixture(scope="session")
-def captured() -> Iterator[Callable[..., Any]]:
+def captured() -> Callable[..., Any]:
     """`api.capture` that captures each model of the zoo once."""
     known: dict[object, Any] = {}
     real = api.capture
@@ -26,7 +26,7 @@ def captured() -> Iterator[Callable[..., Any]]:
             known[key] = real(model, **asked)
         return known[key]
 
-    yield capture
+    return capture
 
 
 @pytest.fixture

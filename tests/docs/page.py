@@ -1,8 +1,8 @@
 """Pages of documentation that run: files are written, code and commands executed, outputs compared.
 
 A block with a title (```python title="train.py") is a file, or its next part; other `python` blocks
-run in order in one namespace, and what one prints is the `text` block after it. Of a `console` block
-each command runs, and the lines below it are what it prints. All other blocks are only read.
+run in order in one namespace, and what one prints is the `text` block after it. Of a `console`
+block each command runs, and the lines below it are what it prints. All other blocks are only read.
 """
 
 import io
@@ -84,8 +84,9 @@ def updated(page: str, name: str, rerun: Rerun | None = None) -> str:
 
 def _write(block: Block, files: set[str]) -> None:
     """A file of the page in the folder of its commands: anew, or one more part."""
-    with open(block.title, "a" if block.title in files else "w", encoding="utf-8") as file:
-        file.write(block.text)
+    goes_on = block.title in files
+    with open(block.title, "a" if goes_on else "w", encoding="utf-8") as file:
+        file.write(f"\n{block.text}" if goes_on else block.text)
     files.add(block.title)
 
 

@@ -77,12 +77,22 @@ def _commands(name: str, command: Any) -> list[str]:
         for parameter in command.params
         if parameter.param_type_name == "argument"
     )
-    lines = [f"## {name}", "", command.help.strip(), "", "```text", f"{name} [OPTIONS] {usage}".rstrip()]
+    lines = [
+        f"## {name}",
+        "",
+        command.help.strip(),
+        "",
+        "```text",
+        f"{name} [OPTIONS] {usage}".rstrip(),
+    ]
     lines += ["```", "", "| | | default |", "|---|---|---|"]
     for parameter in command.params:
         flags = ", ".join(f"`{flag}`" for flag in [*parameter.opts, *parameter.secondary_opts])
-        value = "" if getattr(parameter, "is_flag", False) else f" `{_metavar(parameter)}`"
-        shown = f"`{_metavar(parameter)}`" if parameter.param_type_name == "argument" else flags + value
+        values = "" if getattr(parameter, "is_flag", False) else _metavar(parameter)
+        value = "".join(f" `{one}`" for one in values.split("|") if one)
+        shown = (
+            f"`{_metavar(parameter)}`" if parameter.param_type_name == "argument" else flags + value
+        )
         lines.append(f"| {_cell(shown)} | {_cell(parameter.help or '')} | {_default(parameter)} |")
     return [*lines, ""]
 
@@ -148,14 +158,18 @@ def plan_keys() -> str:
         about = " ".join((kind.__doc__ or "").split())
         lines += [f"### {_words(name)}", "", about, "", "| key | type | default |", "|---|---|---|"]
         for key, value in own["properties"].items():
-            default = "needed" if key in own.get("required", ()) else f"`{_plain(value.get('default'))}`"
+            default = (
+                "needed" if key in own.get("required", ()) else f"`{_plain(value.get('default'))}`"
+            )
             lines.append(f"| `{key}` | {_cell(_type(value, schema['$defs']))} | {default} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def _plain(value: Any) -> str:
-    return {None: "null"}.get(value, str(value)) if not isinstance(value, list | dict) else str(value)
+    return (
+        {None: "null"}.get(value, str(value)) if not isinstance(value, list | dict) else str(value)
+    )
 
 
 def _words(name: str) -> str:

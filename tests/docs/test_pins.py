@@ -1,4 +1,4 @@
-"""docs/reference/pins.md: its command is executed, and each pin of its table can be asked of that model."""
+"""The page of pins: its command runs, and each pin of its table can be asked of that model."""
 
 import re
 from pathlib import Path

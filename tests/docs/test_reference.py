@@ -7,6 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import typer
 from pydantic import TypeAdapter
 
 from parloom.cost.calibration import _Document
@@ -85,7 +86,9 @@ def parts_of(documents: dict[str, list[Any]]) -> tuple[dict[str, str], dict[str,
         "plan keys": reference.plan_keys(),
         "decisions": reference.decisions(DOCS / "decisions"),
     }
-    parts |= {f"keys of {verb}": reference.json_keys(schemas[verb]) for verb in ("verify", *documents)}
+    parts |= {
+        f"keys of {verb}": reference.json_keys(schemas[verb]) for verb in ("verify", *documents)
+    }
     return parts, schemas
 
 
@@ -130,12 +133,12 @@ def test_documents_fit_their_schemas_and_others_do_not(
 
 def test_a_changed_flag_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
     before = reference.commands()
-    command: Callable[..., Any] = reference.typer.main.get_command
+    command: Callable[..., Any] = typer.main.get_command
 
     def another(app: Any) -> Any:
         found = command(app)
         found.commands["verify"].params[0].help = "Something else."
         return found
 
-    monkeypatch.setattr(reference.typer.main, "get_command", another)
+    monkeypatch.setattr(typer.main, "get_command", another)
     assert reference.commands() != before
