@@ -1,6 +1,7 @@
 """The pages name what there is: functions, flags, models, files, exit codes."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def anchors(path: Path) -> set[str]:
 def test_a_broken_link_is_seen() -> None:
     text = "[a](reference/pins.md) [b](pins.md) [c](reference/pins.md#no-such) [d](#no)\n# Other\n"
     assert broken_links("docs/index.md", text) == ["pins.md#", "reference/pins.md#no-such", "#no"]
+
+
+def test_names_of_the_python_reference_exist() -> None:
+    names = re.findall(r"^::: (.+)$", text_of("docs/reference/python.md"), re.M)
+    assert len(names) >= 30
+    for name in names:
+        module, _, own = name.rpartition(".")
+        assert hasattr(import_module(module), own), name
+        assert import_module(module).__dict__[own].__doc__, f"{name} has no docstring"
 
 
 def test_zoo_models_are_all_named() -> None:
