@@ -67,7 +67,7 @@ docs: $(DOCS)/.installed
 $(DOCS)/.installed: docs/requirements.txt
 	@rm -rf $(DOCS)
 	@$(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --no-input --no-deps -r docs/requirements.txt
+	@$(DOCS)/bin/python -m pip install --quiet --no-input -c constraints.txt --no-deps -r docs/requirements.txt
 	@touch $@
 
 web:
