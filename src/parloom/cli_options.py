@@ -46,6 +46,12 @@ Sequence = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
 OptimizerName = Annotated[
     str | None, typer.Option(help="A class of torch.optim; default: the factory's, or adamw.")
 ]
+Clusters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="C[,C..]", help="2x8xH100, 8xH100, 4xcpu, or a YAML file; default: this machine."
+    ),
+]
 Tokens = Annotated[
     str | None,
     typer.Option(metavar="COUNT", help="Tokens of the whole run, as 2T, 300B or 1.5e12."),
