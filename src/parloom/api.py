@@ -102,8 +102,8 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     this machine. With
     `batch_semantics` "microbatch" the loss is the mean of those of `microbatches` microbatches,
     each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
-    `pin` and `forbid` fix layouts and rule them out (docs/pins.md), `budget` ends the search after
-    so much work.
+    `pin` and `forbid` fix layouts and rule them out (docs/reference/pins.md), `budget` ends the
+    search after so much work.
 
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).

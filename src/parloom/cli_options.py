@@ -73,7 +73,7 @@ Price = Annotated[
 OBJECTIVE = "The fastest plan (default), the cheapest a step, or the least peak memory."
 PIN = (
     "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
-    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
+    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/reference/pins.md); may be repeated."
 )
 FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
