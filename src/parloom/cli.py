@@ -431,7 +431,7 @@ def export(
     if as_json:
         show_json(document)
         return
-    _print("\n".join(exporting.export_lines(document)))
+    _print(exporting.export_screen(document))
 
 
 app.command()(scale)
