@@ -79,7 +79,8 @@ export interface RunnerUp {
   splits: Record<string, string>;
 }
 
-export interface Card {
+export interface OperatorCard {
+  kind: "operator";
   name: string;
   op: string;
   source: string;
@@ -97,6 +98,25 @@ export interface Card {
   ways_tried: number;
   runners_up: RunnerUp[];
 }
+
+export interface Stored {
+  words: string;
+  bytes: number;
+  grid: Grid | null;
+}
+
+export interface ParameterCard extends Tensor {
+  kind: "parameter";
+  place: string;
+  trainable: boolean;
+  alike: string[];
+  partial_gradient: string[];
+  stored: Record<"weight" | "gradient" | "optimizer", Stored>;
+  readers: { name: string; layout: string }[];
+  terms: Term[];
+}
+
+export type Card = OperatorCard | ParameterCard;
 
 /** Start and length in picoseconds, numbers of the name and of the kind. */
 export type SliceRow = [number, number, number, number];

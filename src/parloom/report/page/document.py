@@ -11,7 +11,7 @@ from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, Step
 from parloom.report.explain import bound_words
-from parloom.report.page.cards import cards
+from parloom.report.page.cards import cards, parameter_cards
 from parloom.report.page.graph import graph_view
 from parloom.report.page.network import network_view
 from parloom.report.page.sides import Side
@@ -55,7 +55,7 @@ def _plan(side: Side, say: Say) -> Document:
             for c, ps in sorted(step.ledger.by_cause().items(), key=lambda own: (-own[1], own[0]))
         ],
         "graph": graph_view(graph, cases),
-        "cards": cards(side, say),
+        "cards": cards(side, say) | parameter_cards(side),
         "network": network_view(side),
         "steps": steps_view(side),
         "memory": memory_view(side),
