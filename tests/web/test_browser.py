@@ -154,6 +154,23 @@ def test_a_card_opens_and_closes_by_keyboard(seen: Seen) -> None:
     assert seen.faults == []
 
 
+def test_a_parameter_is_found_by_a_part_of_its_name(browser: Browser, folder: Path) -> None:
+    seen = Seen(browser, folder / "one.html")
+    finder = seen.page.get_by_role("searchbox").first
+    finder.fill("head.w")
+    found = seen.page.locator(".found button")
+    assert found.all_text_contents() == ["head.weight"]
+    found.first.focus()
+    seen.page.keyboard.press("Enter")
+    card = seen.page.locator("aside.card")
+    assert card.locator("h2").text_content() == "head.weight"
+    assert card.get_by_text("How it is stored, and how much of it on each device").count() == 1
+    finder.fill("no such name")
+    assert "no operator or parameter" in (seen.page.locator(".found").text_content() or "")
+    assert seen.faults == []
+    seen.page.close()
+
+
 def test_nothing_serious_for_those_who_do_not_see_it(seen: Seen) -> None:
     seen.page.evaluate("document.querySelectorAll('details').forEach(one => (one.open = true))")
     schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")

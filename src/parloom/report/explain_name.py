@@ -209,16 +209,12 @@ def _way(case: Case, way: Way, key: str) -> Document:
 # Parameters and other inputs
 
 
-def _parameter(
-    case: Case, entry: Input, factored: Factored, play: Play, most: int
-) -> Document:
+def _parameter(case: Case, entry: Input, factored: Factored, play: Play, most: int) -> Document:
     parameter = next(p for p in case.pcg.parameters if p.input.target == entry.target)
     alike = _alike(case, parameter)
     fits, walker = case.fits, case.priced.walker
     optimizer = case.plan.optimizer
-    ways = parameter_ways(
-        factored, case.pcg, walker, optimizer, parameter, alike, fits, play, most
-    )
+    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, fits, play, most)
     spec, decision = entry.value.spec, parameter.decision
     stored = {"weight": decision.weight, "gradient": decision.gradient,
               "optimizer": decision.optimizer}  # fmt: skip

@@ -97,7 +97,7 @@ def operator_ways(
     return _played(factored, keys, others, change, fits, play, most)
 
 
-def parameter_ways(
+def parameter_ways(  # noqa: PLR0917 - of a plan, and how others are played
     factored: Factored,
     pcg: PCG,
     walker: Walker,
