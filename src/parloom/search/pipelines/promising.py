@@ -4,7 +4,7 @@ A context is a size of the groups of devices and a number of microbatches: the w
 out on one group (`layouts.py`), and its items are split over all groups (`split.py`, `parts.py`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -41,8 +41,15 @@ class PromisingSplits:
         self.layouts = GroupLayouts(contexts, pricer, self.devices)
         self.found: list[Split] = []
 
-    def look(self) -> None:
-        """All sizes of groups, the numbers of microbatches that promise most."""
+    def look(self, among: Collection[tuple[int, int]] = ()) -> None:
+        """All sizes of groups, the numbers of microbatches that promise most; or of sizes and
+        numbers `among` which there is one that promises most, these.
+        """
+        for size, count in among:
+            self.look_at(size, count)
+        if among:
+            self._add_exposed()
+            return
         longest_ps, per_group = longest_item_ps(self.contexts), 1.0
         for size in part_sizes(self.request.cluster):
             groups = self.devices // size
