@@ -9,7 +9,7 @@ product of two small factors that train, one as large as the frozen weight, in e
 may pay that makes of weights what has a gradient, and more elements than those of them that train.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,14 @@ class MayPay:
             read = item.refs if isinstance(item, Node) else item.args
             if read and of_weights.issuperset(read):
                 of_weights.update(value.name for value in item.results)
+        # Operators of the function that are of weights and of other values: those.
+        self._products = [
+            (item, own)
+            for item in body.function.body
+            if isinstance(item, Node)
+            and (own := [name for name in item.refs if name not in of_weights])
+            and len(own) < len(item.refs)
+        ]
         self._known = {
             body.class_of(name): Made(
                 body.specs[name],
@@ -156,10 +164,33 @@ class MayPay:
         if there is None or every:
             known = {child: self.made(child) for child in classes_in(args)}
             made, costs[arg.op, args] = self._called(arg.op, args, known)
+            if there is None and self._may_be_added_up(arg.op, args, made):
+                costs[arg.op, args] = 0, 0
             if there is None and any(own.grows for own in made):
                 raise NotExpressed(f"{arg.op} makes more gradients of weights")
             return made[at or 0] if there is None else there
         return there
+
+    def _may_be_added_up(self, op: str, args: tuple[Any, ...], made: Sequence[Made]) -> bool:
+        """Whether an operator of the function is of the same values that depend on the batch, by
+        other weights, with a result as large: where both are added up, both are one, of the sum of
+        the weights, as those of a low-rank adapter beside its weight.
+        """
+        find, shapes = self.body.graph.find, [own.spec.shape for own in made]
+        if not any(self._is_of_weights(child) for child in classes_in(args)) and not any(
+            own.of_weights for own in _mades_in(args)
+        ):
+            return False
+        read = {find(child) for child in classes_in(args) if not self._is_of_weights(child)}
+        return any(
+            own.op == op
+            and [value.spec.shape for value in own.results] == shapes
+            and read == {self.body.class_of(name) for name in names}
+            for own, names in self._products
+        )
+
+    def _is_of_weights(self, one: Class) -> bool:
+        return self.made(one).of_weights
 
     def _called(
         self, op: str, args: tuple[Any, ...], known: Mapping[Class, Any]
