@@ -24,6 +24,7 @@ from parloom.rewrite.rewrites import derived, rewritten, takes_of
 from parloom.search.rewritten import made_together
 from parloom.rewrite.take import Take
 from parloom.rewrite.terms import calls_in
+from parloom.search.rewritten import made_together
 from tests.dist import lowered
 from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE, difference, parallel

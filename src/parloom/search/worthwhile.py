@@ -7,16 +7,17 @@ the whole batch and for one that has its share of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from parloom.errors import InputError
 from parloom.ir.graph import Call, Function, Graph
 from parloom.rewrite.bodies import Body
-from parloom.rewrite.egraph import Class
+from parloom.rewrite.egraph import Class, Way, ways
 from parloom.rewrite.follows import rules_for, with_few_rules
 from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.merge import merges_in
 from parloom.rewrite.rewrites import rule_names
-from parloom.rewrite.substitutions import by_rules, differences, directions
+from parloom.rewrite.substitutions import applied, by_rules, differences, takes_between
 from parloom.rewrite.take import Take, compatible, ends_of, taken_bodies
 from parloom.rewrite.terms import names_in
 from parloom.search.extraction import ANY, Choices, Extraction
@@ -24,8 +25,11 @@ from parloom.search.may_pay import MayPay, on_share
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.request import Request
 
-# Calls of an e-graph at most, in all and for each operator of the function, and rounds of rules.
-CALLS, FOR_EACH, ROUNDS = 1_000, 25, 15
+# Calls of an e-graph at most beside those of the function, and rounds of rules: where operators
+# take as long whatever they compute, all rules may pay.
+CALLS, ROUNDS = 150, 15
+# How many rewrites are made first where what pins ask for applies nowhere.
+FIRST = 100
 # The share of what one device computes that each new call must save: choices make planning longer.
 LEAST = 1e-3
 
@@ -61,7 +65,7 @@ class WholeForms:
         self.as_one = (*merges, *fused)
         # The rules of all merges of products that were there at some time.
         self.merged = dict.fromkeys(rule for take in merges for rule in take.rules)
-        self.body = Body(function, min(CALLS, FOR_EACH * len(function.body)))
+        self.body = Body(function, len(function.body) + CALLS)
         weights = weights_of(request.graph, function)
         devices = request.cluster.num_devices
         self.may_pay = MayPay(self.body, costs, weights, devices)
@@ -143,17 +147,30 @@ class WholeForms:
                     yield named
 
     def _wanted(self) -> Iterator[Take]:
-        """What pins ask for, wherever it applies to the function as it is."""
+        """What pins ask for, wherever it applies to the function as it is; where that is nowhere,
+        to what another rule makes of it.
+        """
         if not self.request.pinned.wanted_rewrites:
             return
-        wanted = self.request.pinned.wants_rewrite
-        yield from (take for take in self.as_one if wanted(take.rules))
-        ways = [way for way in directions(self.function) if wanted((way.rule.id,))]
-        for found in by_rules(self.request.graph, self.function, ways):
-            for take in found.takes:
-                named = with_few_rules(self.function, take)
-                if named is not None and wanted(named.rules):
-                    yield named
+        wanted, graph = self.request.pinned.wants_rewrite, self.request.graph
+        takes = [take for take in self.as_one if wanted(take.rules)]
+        of = [way for rule in self.rules for way in ways(rule) if wanted((rule.id,))]
+        for found in by_rules(graph, self.function, of):
+            every = (with_few_rules(self.function, take) for take in found.takes)
+            takes += (take for take in every if take is not None and wanted(take.rules))
+        yield from takes or self._wanted_next(of)
+
+    def _wanted_next(self, of: Sequence[Way]) -> Iterator[Take]:
+        """What pins ask for after one other rule."""
+        wanted, graph = self.request.pinned.wants_rewrite, self.request.graph
+        every = (way for rule in self.rules for way in ways(rule))
+        for first in islice(by_rules(graph, self.function, every), FIRST if of else 0):
+            if (body := applied(graph, self.function, first)) is None:
+                continue
+            for found in by_rules(graph, body, of):
+                if after := applied(graph, body, found):
+                    takes = takes_between(self.function, after, (*first.rules, *found.rules)) or ()
+                    yield from (take for take in takes if wanted(take.rules))
 
 
 def weights_of(graph: Graph, function: Function) -> frozenset[str]:
