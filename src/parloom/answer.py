@@ -253,6 +253,6 @@ def check_gap(plan: Plan, allowed: float | None) -> None:
         spent = plan.status is Status.OUT_OF_BUDGET
         raise GapError(
             f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
-            " bound supposes that all overlaps (docs/space.md): ask for less"
+            " bound supposes that all overlaps (docs/explanation/search.md): ask for less"
             f"{', or a larger --budget' if spent else ''}"
         )

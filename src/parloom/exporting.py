@@ -5,6 +5,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from parloom.errors import InexpressibleError, InputError, nearest
 from parloom.execute.files import read_plan, write_atomic
 from parloom.explain import case_of
@@ -62,8 +65,12 @@ def export(
     return document | {"file": str(write_atomic(Path(out) / name, text))}
 
 
-def export_lines(document: Mapping[str, Any]) -> list[str]:
+def export_screen(document: Mapping[str, Any]) -> RenderableType:
     """What was written, and what it does not say, for a terminal."""
+    return Group(*map(Text, _lines(document)))
+
+
+def _lines(document: Mapping[str, Any]) -> list[str]:
     plan = f"plan {document['plan_hash']}"
     if "nodes" in document:
         ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"

@@ -80,7 +80,8 @@ def found_step_ps(
 @given(st.integers(0, 10**6))
 def test_a_pinned_search_finds_what_enumeration_finds(seed: int) -> None:
     """The meaning of the pins is written out by hand here. Graphs are left out of which the space
-    leaves out plans that a pin may ask for (weights that several operators read, `docs/space.md`).
+    leaves out plans that a pin may ask for (weights that several operators read,
+    `docs/explanation/search.md`).
     """
     rng = Random(seed)
     graph = random_graph(rng)

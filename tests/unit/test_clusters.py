@@ -407,7 +407,7 @@ def test_a_direction_that_is_said_is_believed(tmp_path: Path) -> None:
 
 
 def test_the_files_on_the_page_are_read(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/clusters.md"
+    page = Path(__file__).parents[2] / "docs/reference/clusters.md"
     texts = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     found = [resolve_cluster(write(tmp_path, text)).cluster for text in texts]
     assert [cluster.num_devices for cluster in found] == [64, 256, 16]

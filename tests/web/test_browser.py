@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,19 @@ FLAGS = [
 ]
 
 GRAPH = stack(3)
+ROW = {"cluster": "C", "name": "p", "peak_bytes": 2**30, "mfu": 0.4, "reason": None}
+FRONT = {
+    "work": {"unit": "token"},
+    "prices": [
+        {"device": "d", "price_per_hour": 2.1, "price_source": "given", "price_date": "today"}
+    ],
+    "rows": [
+        ROW
+        | {"devices": f"{n} of C", "num_devices": n, "step_s": 1 / n, "pareto": n != 2}
+        | {"cost": {"usd": 9.0 + n, "days": 8 / n, "usd_per_step": 1e-6 * n}}
+        for n in (1, 2, 4)
+    ],
+}
 REPORTS = ("one", "pipeline", "two")
 VIEWS = ("decided", "model", "devices", "step", "memory", "traffic", "why")
 
@@ -49,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = {"fsdp": case_of(GRAPH, CLUSTER, zero, "fsdp")}
     pipeline = pipeline_of("dlrm", seed=3)
     sides = {
-        "one": [side_of(GRAPH, tensor, others)],
+        "one": [replace(side_of(GRAPH, tensor, others), front=FRONT)],
         "pipeline": [Side("pipeline.json", pipeline, lambda *_: pipeline.timeline, {})],
         "two": [side_of(GRAPH, tensor), side_of(GRAPH, data, path="other.json")],
     }

@@ -187,6 +187,24 @@ export interface Summary {
   samples: number | null;
 }
 
+/** The best plan on some devices of a cluster. */
+export interface FrontRow {
+  cluster: string;
+  devices: string;
+  name: string | null;
+  step_s: number;
+  mfu: number | null;
+  peak_bytes: number;
+  pareto: boolean;
+  cost: { usd: number | null; days: number | null; usd_per_step: number | null; [per: string]: number | null };
+}
+
+export interface Front {
+  unit: string;
+  rows: FrontRow[];
+  prices: { device: string; price_per_hour: number | null; price_source: string; price_date: string }[];
+}
+
 export interface Plan {
   path: string;
   title: string;
@@ -205,6 +223,7 @@ export interface Plan {
   steps: Steps;
   memory: Memory;
   alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean }[];
+  front: Front | null;
   why_not: Versus[];
   rewrites: {
     rules: string[];

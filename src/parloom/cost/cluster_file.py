@@ -1,4 +1,7 @@
-"""Cluster files: YAML to a cluster and back to one line of text. The format: `docs/clusters.md`."""
+"""Cluster files: YAML to a cluster and back to one line of text.
+
+The format: `docs/reference/clusters.md`.
+"""
 
 import json
 import re

@@ -1,8 +1,8 @@
 """Clusters from what a user writes: `2x8xH100`, `8xH100`, `4xcpu`, or a YAML file.
 
 Devices and the links they usually come with are data (`clusters/devices.yaml`). A spec assumes
-those links and says so; a file states its own (`docs/clusters.md`). Bandwidths are per device and
-direction.
+those links and says so; a file states its own (`docs/reference/clusters.md`). Bandwidths are per
+device and direction.
 """
 
 import re

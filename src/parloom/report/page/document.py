@@ -63,6 +63,7 @@ def _plan(side: Side, say: Say) -> Document:
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
         ],
+        "front": _front(side),
         "why_not": [_versus(step, other, name) for name, other in side.others.items()],
         "rewrites": list(rewrites_explained(step, side.play)) if isinstance(step, Case) else [],
         "stages": _stages(side),
@@ -102,6 +103,14 @@ def _samples(graph: Graph) -> int | None:
     """Samples of a batch: the first dim of its first tensor."""
     shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
     return next((shape[0] for shape in shapes if shape), None)
+
+
+def _front(side: Side) -> Document | None:
+    """What was planned on other clusters, as far as it is drawn."""
+    if side.front is None:
+        return None
+    rows = [row for row in side.front["rows"] if row["reason"] is None]
+    return {"unit": side.front["work"]["unit"], "rows": rows, "prices": side.front["prices"]}
 
 
 def _stages(side: Side) -> list[Document]:
