@@ -21,7 +21,7 @@ from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import counterexample, prove, rule
 from parloom.rewrite.substitutions import applied, by_rules, differences, directions
 from parloom.rewrite.take import Take, parse_take
-from parloom.search.may_pay import MayPay
+from parloom.search.may_pay import Values
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.worthwhile import weights_of
 from tests.unit.test_fixed_form import request_of
@@ -192,7 +192,7 @@ def trains_more(graph: Graph, take: Take, *frozen: str) -> bool:
     )
     graph = replace(graph, inputs=inputs)
     body, costs = Body(graph.main, 1000), FunctionCosts(OneDevice(request_of(graph)), "main")
-    return MayPay(body, costs, weights_of(graph, graph.main), 2).grows(take.call, body.classes)
+    return Values(body, costs, weights_of(graph, graph.main)).grows(take.call, body.classes)
 
 
 def test_folds_in_frozen_weights_make_no_gradients_of_them() -> None:

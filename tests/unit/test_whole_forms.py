@@ -11,7 +11,7 @@ from parloom.rewrite.rewrites import derived
 from parloom.rewrite.substitutions import applied, directions, substitutions
 from parloom.rewrite.take import with_takes as with_takes_of
 from parloom.rewrite.terms import Name, Term
-from parloom.search.may_pay import MayPay
+from parloom.search.may_pay import Values
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.pinned import resolve
 from parloom.search.pins import parse_pin
@@ -69,11 +69,11 @@ def test_the_class_of_an_input_is_known_whatever_it_is_united_with() -> None:
     """Here with one that is not of a value, and that has more calls."""
     made = factored()
     body = Body(made.main, 100)
-    may = MayPay(body, FunctionCosts(OneDevice(request_of(made)), "main"), {"first"}, 2)
-    before = may.made(body.class_of("x"))
+    values = Values(body, FunctionCosts(OneDevice(request_of(made)), "main"), {"first"})
+    before = values.made(body.class_of("x"))
     twice = Term("add", (Name("x"), Name("x")))
     half = body.graph.add(Term("mul", (twice, 0.5)), body.classes, {})
     assert body.graph.unite(half, body.class_of("x"))
     body.graph.rebuild()
     assert body.class_of("x") == half
-    assert may.made(half) == before
+    assert values.made(half) == before

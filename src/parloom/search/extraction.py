@@ -131,28 +131,6 @@ class Choices:
         found = (self.every[at].take for at in sorted(self.used(taken)))
         return [take for take in found if take is not None]
 
-    def dominated(self, times: Sequence[float]) -> set[int]:
-        """The calls that the function has not and that no cheapest function needs: another one
-        makes the same of no more, in no more time, first of an operator that the function has.
-        """
-        ops = {item.op for item in self.items if isinstance(item, Node)}
-        calls = [at for at, own in enumerate(self.every) if own.place == ANY and not own.inner]
-
-        def rank(at: int) -> tuple[float, bool, int]:
-            item = self.every[at].item
-            return times[at], isinstance(item, Node) and item.op not in ops, at
-
-        kept, found = dict[tuple[Class | None, ...], list[frozenset[Class]]](), set[int]()
-        for at in sorted(calls, key=rank):
-            own = self.every[at]
-            reads, known = frozenset(own.reads), kept.setdefault(own.makes, [])
-            needs_itself = reads.issuperset(one for one in own.makes if one is not None)
-            if needs_itself or any(other <= reads for other in known):
-                found.add(at)
-            else:
-                known.append(reads)
-        return found
-
     def _in_order(self, items: Sequence[Item]) -> Iterator[Item]:
         """Each after what it reads."""
         left, there = list(items), {value.name for value in self.body.function.inputs}
@@ -224,6 +202,28 @@ class Choices:
             self.every.append(Choice(item, reads, makes, take=take, inner=tuple(inner)))
 
 
+def dominated(choices: Choices, times: Sequence[float]) -> set[int]:
+    """The calls that the function has not and that no cheapest function needs: another one makes
+    the same of no more, in no more time, first of an operator that the function has.
+    """
+    ops = {item.op for item in choices.items if isinstance(item, Node)}
+    calls = [at for at, own in enumerate(choices.every) if own.place == ANY and not own.inner]
+
+    def rank(at: int) -> tuple[float, bool, int]:
+        item = choices.every[at].item
+        return times[at], isinstance(item, Node) and item.op not in ops, at
+
+    kept, found = dict[tuple[Class | None, ...], list[frozenset[Class]]](), set[int]()
+    for at in sorted(calls, key=rank):
+        own = choices.every[at]
+        reads, known = frozenset(own.reads), kept.setdefault(own.makes, [])
+        if not reads.isdisjoint(own.makes) or any(other <= reads for other in known):
+            found.add(at)
+        else:
+            known.append(reads)
+    return found
+
+
 class Extraction:
     """The program that chooses, where choices take `times` (ps). It knows of time only where that
     is needed.
@@ -231,7 +231,7 @@ class Extraction:
 
     def __init__(self, choices: Choices, times: Sequence[float]) -> None:
         self.choices, self.every, self.given = choices, choices.every, choices.given
-        self.left_out = choices.dominated(times)
+        self.left_out = dominated(choices, times)
         self.last = float(len(choices.items))
         self.program = LinearProgram()
         self.chosen = [

@@ -98,6 +98,24 @@ class _Queue:
     neighbors: list[_Neighbor] = field(default_factory=list)
 
 
+class _Parts:
+    """The parts of all solutions that forms are, and in which plans are."""
+
+    def __init__(self) -> None:
+        self.of_forms: dict[tuple[int, tuple[str, ...]], Part] = {}
+        self.of_plans: dict[tuple[int, tuple[int, ...]], Part] = {}
+
+    def of(self, context: ContextSearch, candidate: Candidate) -> Part | None:
+        """The solutions of the form of a candidate; None where there is no other form."""
+        parts, plan = context.layouts.parts, (id(context), candidate.values)
+        if parts is not None and plan not in self.of_plans:
+            form = id(context), form_of(context.layouts, candidate.values).rewrites
+            if form not in self.of_forms:
+                self.of_forms[form] = context.columns.part(parts.of_form(candidate.values))
+            self.of_plans[plan] = self.of_forms[form]
+        return self.of_plans.get(plan)
+
+
 class _LocalSearch:
     def __init__(
         self,
@@ -120,9 +138,7 @@ class _LocalSearch:
         self.laid_out = {id(context): _Queue(patience) for context in contexts}
         self.known: set[tuple[object, ...]] = set()
         self.solved: dict[tuple[int, int, Forced], tuple[int, ...]] = {}
-        # The parts of all solutions that forms are, and in which plans are.
-        self.parts: dict[tuple[int, tuple[str, ...]], Part] = {}
-        self.part_of: dict[tuple[int, tuple[int, ...]], Part] = {}
+        self.parts = _Parts()
         self.composed: dict[tuple[int, tuple[int, ...]], Candidate | None] = {}
         self.numbers = count()
         starts = [(min(c.fitting(), key=aim.simulated), c) for c in contexts]
@@ -178,7 +194,7 @@ class _LocalSearch:
         for candidate in islice(matter, self.left):
             self._add(stored, context, found, forced, candidate)
         laid_out = self.laid_out[id(context)].neighbors
-        part = self._part(context, found.candidate)
+        part = self.parts.of(context, found.candidate)
         for more, option in _options(context, found.candidate, forced, part):
             expected = known + more * self._scale(context)
             number = next(self.numbers)
@@ -204,7 +220,7 @@ class _LocalSearch:
     ) -> Candidate | None:
         """The best candidate with some options, which may be the same as with others."""
         prices = row_prices(context.duals, context.passes)
-        part = self._part(context, parent)
+        part = self.parts.of(context, parent)
         key = id(context), id(part), tuple(sorted(forced))
         if key not in self.solved:
             self.solved[key] = context.columns.minimum_with(dict(forced), prices, part)
@@ -213,16 +229,6 @@ class _LocalSearch:
         if layout not in self.composed:
             self.composed[layout] = context.compose([values]) if values else None
         return self.composed[layout]
-
-    def _part(self, context: ContextSearch, candidate: Candidate) -> Part | None:
-        """The solutions of the form of a candidate; None where there is no other form."""
-        parts, plan = context.layouts.parts, (id(context), candidate.values)
-        if parts is not None and plan not in self.part_of:
-            form = id(context), form_of(context.layouts, candidate.values).rewrites
-            if form not in self.parts:
-                self.parts[form] = context.columns.part(parts.of_form(candidate.values))
-            self.part_of[plan] = self.parts[form]
-        return self.part_of.get(plan)
 
     def _add(
         self,

@@ -54,28 +54,18 @@ class Made:
         return any(0 < own < self.spec.num_elements for own in most)
 
 
-class MayPay:
-    """Whether a rule that matches in the e-graph of a function may pay on one device that has the
-    whole batch or, of so many `devices`, a share of it. `weights` are inputs of the function.
+class Values:
+    """What is known of the classes in the e-graph of a function, of which `weights` are inputs, and
+    of calls of them.
     """
 
-    def __init__(
-        self, body: Body, costs: FunctionCosts, weights: Collection[str], devices: int
-    ) -> None:
-        self.body, self.costs, self.devices = body, costs, devices
+    def __init__(self, body: Body, costs: FunctionCosts, weights: Collection[str]) -> None:
+        self.body, self.costs = body, costs
         flowing, of_weights = costs.flowing(body.function), set(weights)
         for item in body.function.body:
             read = item.refs if isinstance(item, Node) else item.args
             if read and of_weights.issuperset(read):
                 of_weights.update(value.name for value in item.results)
-        # Operators of the function that are of weights and of other values: those.
-        self._products = [
-            (item, own)
-            for item in body.function.body
-            if isinstance(item, Node)
-            and (own := [name for name in item.refs if name not in of_weights])
-            and len(own) < len(item.refs)
-        ]
         self._known = {
             body.class_of(name): Made(
                 body.specs[name],
@@ -91,18 +81,6 @@ class MayPay:
             for name in body.classes
         }
 
-    def __call__(self, match: Match) -> bool:
-        added, replaced = dict[object, Costs](), dict[object, Costs]()
-        try:
-            self._priced(match.way.result, match, added, False)
-            self._priced(match.way.pattern, match, replaced, True)
-        except NotExpressed:
-            return False
-        return is_proved(match) and any(
-            _sum(added, devices) <= LITTLE_MORE * _sum(replaced, devices)
-            for devices in (1, self.devices)
-        )
-
     def grows(self, call: Term, classes: Mapping[str, Class]) -> bool:
         """Whether a call of values with these classes makes of weights what has a gradient, and
         more elements than those of them that train.
@@ -113,7 +91,7 @@ class MayPay:
             if isinstance(arg, Name):
                 return self.made(self.body.graph.find(classes[arg.name]))
             if isinstance(arg, Term):
-                results, _ = self._called(arg.op, tuple(map(made, arg.args)), {})
+                results, _ = self.called(arg.op, tuple(map(made, arg.args)), {})
                 found.extend(results)
                 return results[arg.result or 0]
             return tuple(map(made, arg)) if isinstance(arg, tuple) else arg
@@ -141,58 +119,12 @@ class MayPay:
                 if {own, *within}.isdisjoint(read):
                     parts = [self._made(child, within | {own}) for child in read]
                     if None not in parts:
-                        made, _ = self._called(op, args, dict(zip(read, parts, strict=True)))
+                        made, _ = self.called(op, args, dict(zip(read, parts, strict=True)))
                         self._known[own] = made[result]
                         break
         return self._known.get(own)
 
-    def _priced(self, arg: Arg, match: Match, costs: dict[object, Costs], every: bool) -> Any:
-        """An argument as calls have it, with what its calls cost: `every` one, or those that the
-        e-graph has not, whose results are `Made`.
-        """
-        graph, binding = self.body.graph, match.binding
-        if isinstance(arg, Name):
-            return graph.find(binding.inputs[arg.name])
-        if isinstance(arg, Extent):
-            return size_in(arg.size, binding.sizes, 1)
-        if isinstance(arg, tuple):
-            return tuple(self._priced(own, match, costs, every) for own in arg)
-        if not isinstance(arg, Term):
-            return arg
-        args, at = tuple(self._priced(own, match, costs, every) for own in arg.args), arg.result
-        there = None if any(_mades_in(args)) else graph.call(arg.op, args, at or 0)
-        if there is None or every:
-            known = {child: self.made(child) for child in classes_in(args)}
-            made, costs[arg.op, args] = self._called(arg.op, args, known)
-            if there is None and self._may_be_added_up(arg.op, args, made):
-                costs[arg.op, args] = 0, 0
-            if there is None and any(own.grows for own in made):
-                raise NotExpressed(f"{arg.op} makes more gradients of weights")
-            return made[at or 0] if there is None else there
-        return there
-
-    def _may_be_added_up(self, op: str, args: tuple[Any, ...], made: Sequence[Made]) -> bool:
-        """Whether an operator of the function is of the same values that depend on the batch, by
-        other weights, with a result as large: where both are added up, both are one, of the sum of
-        the weights, as those of a low-rank adapter beside its weight.
-        """
-        find, shapes = self.body.graph.find, [own.spec.shape for own in made]
-        if not any(self._is_of_weights(child) for child in classes_in(args)) and not any(
-            own.of_weights for own in _mades_in(args)
-        ):
-            return False
-        read = {find(child) for child in classes_in(args) if not self._is_of_weights(child)}
-        return any(
-            own.op == op
-            and [value.spec.shape for value in own.results] == shapes
-            and read == {self.body.class_of(name) for name in names}
-            for own, names in self._products
-        )
-
-    def _is_of_weights(self, one: Class) -> bool:
-        return self.made(one).of_weights
-
-    def _called(
+    def called(
         self, op: str, args: tuple[Any, ...], known: Mapping[Class, Any]
     ) -> tuple[list[Made], Costs]:
         """The results of a call, and what it costs."""
@@ -222,6 +154,83 @@ class MayPay:
         ]
         ps = self.costs.device.ps(node, specs, self.costs.flows(every))
         return made, (0, ps) if of_weights else (ps, 0)
+
+
+class MayPay:
+    """Whether a rule that matches in the e-graph of a function may pay on one device that has the
+    whole batch or, of so many `devices`, a share of it.
+    """
+
+    def __init__(self, values: Values, devices: int) -> None:
+        self.values, self.body, self.devices = values, values.body, devices
+        # Operators of the function that are of weights and of other values: those.
+        self._products = [
+            (item, rest)
+            for item in self.body.function.body
+            if isinstance(item, Node) and 0 < len(rest := self._rest(item)) < len(item.refs)
+        ]
+
+    def __call__(self, match: Match) -> bool:
+        added, replaced = dict[object, Costs](), dict[object, Costs]()
+        try:
+            self._priced(match.way.result, match, added, False)
+            self._priced(match.way.pattern, match, replaced, True)
+        except NotExpressed:
+            return False
+        return is_proved(match) and any(
+            _sum(added, devices) <= LITTLE_MORE * _sum(replaced, devices)
+            for devices in (1, self.devices)
+        )
+
+    def _priced(self, arg: Arg, match: Match, costs: dict[object, Costs], every: bool) -> Any:
+        """An argument as calls have it, with what its calls cost: `every` one, or those that the
+        e-graph has not, whose results are `Made`.
+        """
+        graph, binding = self.body.graph, match.binding
+        if isinstance(arg, Name):
+            return graph.find(binding.inputs[arg.name])
+        if isinstance(arg, Extent):
+            return size_in(arg.size, binding.sizes, 1)
+        if isinstance(arg, tuple):
+            return tuple(self._priced(own, match, costs, every) for own in arg)
+        if not isinstance(arg, Term):
+            return arg
+        args, at = tuple(self._priced(own, match, costs, every) for own in arg.args), arg.result
+        there = None if any(_mades_in(args)) else graph.call(arg.op, args, at or 0)
+        if there is None or every:
+            known = {child: self.values.made(child) for child in classes_in(args)}
+            made, costs[arg.op, args] = self.values.called(arg.op, args, known)
+            if there is None and self._may_be_added_up(arg.op, args, made):
+                costs[arg.op, args] = 0, 0
+            if there is None and any(own.grows for own in made):
+                raise NotExpressed(f"{arg.op} makes more gradients of weights")
+            return made[at or 0] if there is None else there
+        return there
+
+    def _may_be_added_up(self, op: str, args: tuple[Any, ...], made: Sequence[Made]) -> bool:
+        """Whether an operator of the function is of the same values that depend on the batch, by
+        other weights, with a result as large: where both are added up, both are one, of the sum of
+        the weights, as those of a low-rank adapter beside its weight.
+        """
+        find, shapes = self.body.graph.find, [own.spec.shape for own in made]
+        if not any(self._is_of_weights(child) for child in classes_in(args)) and not any(
+            own.of_weights for own in _mades_in(args)
+        ):
+            return False
+        read = {find(child) for child in classes_in(args) if not self._is_of_weights(child)}
+        return any(
+            own.op == op
+            and [value.spec.shape for value in own.results] == shapes
+            and read == {self.body.class_of(name) for name in names}
+            for own, names in self._products
+        )
+
+    def _rest(self, node: Node) -> list[str]:
+        """What a node reads that is not made of weights alone."""
+        return [name for name in node.refs if not self._is_of_weights(self.body.class_of(name))]
+
+    def _is_of_weights(self, one: Class) -> bool:
+        return self.values.made(one).of_weights
 
 
 def _sum(costs: Mapping[object, Costs], devices: int) -> int:

@@ -278,7 +278,7 @@ class Driver:
             before = self.best_ps
             nearest = sorted(self.looked, key=_fastest)
             for parent in nearest[: PARENTS if self._has_room() else 1]:
-                if _fastest(parent) <= self._nearby_ps(before):
+                if _fastest(parent) <= _nearby_ps(self.looked, before, self._has_room()):
                     self._refine_one(parent)
             if self.best_ps > before * (1 - BETTER):
                 return
@@ -287,14 +287,6 @@ class Driver:
         """Whether bounds on estimates allow a plan that is better by more than a little."""
         least = min((c.columns.bound_ps(self._counted(c)) for c in self.looked), default=inf)
         return self.best_ps > least * self.seen.ratio * (1 + WORTH)
-
-    def _nearby_ps(self, best_ps: float) -> float:
-        """How long plans take at most around which others are looked for: little longer than the
-        best of one stage, which may be behind a pipeline where bounds leave room for better ones.
-        """
-        own = min(map(_fastest, self.looked), default=inf)
-        is_near = own <= best_ps * (1 + BEHIND) or self._has_room()
-        return (own if is_near else best_ps) * (1 + NEARBY)
 
     def _refine_one(self, parent: ContextSearch) -> None:
         count = parent.num_microbatches
@@ -309,7 +301,7 @@ class Driver:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
         estimates leave no room for better ones, as all of them may be wrong.
         """
-        nearby = self._nearby_ps(self.best_ps)
+        nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
@@ -326,7 +318,7 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
-            if cost(start, limit) <= self._nearby_ps(self.best_ps):
+            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
@@ -371,6 +363,14 @@ def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> Simulated
     if found.status is Status.OUT_OF_BUDGET:
         raise OutOfWorkError
     return next(iter(found.proposals), None)
+
+
+def _nearby_ps(looked: Sequence[ContextSearch], best_ps: float, has_room: bool) -> float:
+    """How long plans take at most around which others are looked for: little longer than the best
+    of one stage, which may be behind a pipeline where bounds leave room for better ones.
+    """
+    own = min(map(_fastest, looked), default=inf)
+    return (own if has_room or own <= best_ps * (1 + BEHIND) else best_ps) * (1 + NEARBY)
 
 
 def _is_limited(looked: Sequence[ContextSearch], seen: EstimateErrors, best_ps: float) -> bool:

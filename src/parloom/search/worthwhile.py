@@ -21,7 +21,7 @@ from parloom.rewrite.substitutions import applied, by_rules, differences, takes_
 from parloom.rewrite.take import Take, compatible, ends_of, taken_bodies
 from parloom.rewrite.terms import names_in
 from parloom.search.extraction import ANY, Choices, Extraction
-from parloom.search.may_pay import MayPay, on_share
+from parloom.search.may_pay import MayPay, Values, on_share
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.request import Request
 
@@ -68,8 +68,9 @@ class WholeForms:
         self.body = Body(function, len(function.body) + CALLS)
         weights = weights_of(request.graph, function)
         devices = request.cluster.num_devices
-        self.may_pay = MayPay(self.body, costs, weights, devices)
-        classes, grows = self.body.classes, self.may_pay.grows
+        self.values = Values(self.body, costs, weights)
+        self.may_pay = MayPay(self.values, devices)
+        classes, grows = self.body.classes, self.values.grows
         self.merges = [take for take in merges if not grows(take.call, classes)]
         self.fused = [take for take in fused if not grows(take.call, classes)]
         self.shares = (1, devices) if devices > 1 else (1,)
@@ -118,7 +119,7 @@ class WholeForms:
         return Extraction(choices, times).solve()
 
     def _is_of_weights(self, read: Sequence[Class]) -> bool:
-        return bool(read) and all(self.may_pay.made(one).of_weights for one in read)
+        return bool(read) and all(self.values.made(one).of_weights for one in read)
 
     def _add_merges(self, choices: Choices, forms: Iterable[Mapping[Class, int]]) -> bool:
         """Add merges of products in these forms; whether there are any."""
@@ -128,7 +129,7 @@ class WholeForms:
         for taken in forms:
             for take in merges_in(choices.function(taken)):
                 named = {*names_in(take.call), *take.values}
-                known = classes.keys() >= named and not self.may_pay.grows(take.call, classes)
+                known = classes.keys() >= named and not self.values.grows(take.call, classes)
                 if known and allowed(take.rules):
                     self.body.unite(take, classes)
                     self.merged |= dict.fromkeys(take.rules)

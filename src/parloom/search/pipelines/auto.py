@@ -262,13 +262,19 @@ class PipelineSearch:
         self.tried = Tried(judge, contexts.work.spend)
 
     def look(self, among: Collection[tuple[int, int]] = ()) -> None:
-        """Simulate what promises most, and what is near the best of that; `among` see
-        `PromisingSplits.look`.
+        """Simulate what promises most, of the sizes of groups and numbers of microbatches given,
+        or of all, and what is near the best of that.
         """
-        if self.least_ps <= self.best_ps * (1 - WORTH):
-            self.splits.look(among)
-            self._judge_best()
-            self._climb()
+        if self.least_ps > self.best_ps * (1 - WORTH):
+            return
+        for size, count in among:
+            self.splits.look_at(size, count)
+        if among:
+            self.splits.add_exposed()
+        else:
+            self.splits.look()
+        self._judge_best()
+        self._climb()
 
     def look_at_every(self) -> None:
         """Simulate all splits of the layouts that were looked at, where they are few."""

@@ -4,7 +4,7 @@ A context is a size of the groups of devices and a number of microbatches: the w
 out on one group (`layouts.py`), and its items are split over all groups (`split.py`, `parts.py`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -41,21 +41,14 @@ class PromisingSplits:
         self.layouts = GroupLayouts(contexts, pricer, self.devices)
         self.found: list[Split] = []
 
-    def look(self, among: Collection[tuple[int, int]] = ()) -> None:
-        """All sizes of groups, the numbers of microbatches that promise most; or of sizes and
-        numbers `among` which there is one that promises most, these.
-        """
-        for size, count in among:
-            self.look_at(size, count)
-        if among:
-            self._add_exposed()
-            return
+    def look(self) -> None:
+        """All sizes of groups, the numbers of microbatches that promise most."""
         longest_ps, per_group = longest_item_ps(self.contexts), 1.0
         for size in part_sizes(self.request.cluster):
             groups = self.devices // size
             if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
                 per_group = self._look_on(size, per_group * groups) / groups or per_group
-        self._add_exposed()
+        self.add_exposed()
         self._add_uneven()
 
     def make_smaller(self, judged: Iterable[Split]) -> None:
@@ -155,7 +148,7 @@ class PromisingSplits:
             if allowed and split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
-    def _add_exposed(self) -> None:
+    def add_exposed(self) -> None:
         """Splits of layouts in which nothing hides, where those in which all does promise most."""
         enough_ps = self.enough_ps()
         promising = {layout_of(split) for split in self.found if split.step_ps <= enough_ps}
