@@ -52,7 +52,8 @@ def answer(request: Request, origin: Origin, pins: Sequence[Pin], memory: str, s
     """The best plan, with `constraints` that say what each pin costs and, where `memory` says how
     much was asked for, that limit.
 
-    Raises `InputError` for pins that cannot be held, `InfeasibleError` where nothing fits.
+    Raises `InputError` for pins of what is not there, `InfeasibleError` where nothing holds them
+    all, or nothing fits.
     """
     factored = factorize(request.graph)
     request = replace(request, pinned=resolve(pins, request.graph, factored))

@@ -73,7 +73,7 @@ def masked(lines: Sequence[str]) -> list[str]:
 def run(arguments: list[str]) -> tuple[str, int]:
     """Run a command in this process, `parloom run` in forks of it that are its ranks."""
     if arguments[0] == "run":
-        return _trained(arguments)
+        return trained(arguments)
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main(arguments)
@@ -83,9 +83,11 @@ def run(arguments: list[str]) -> tuple[str, int]:
     ), code
 
 
-def _trained(arguments: list[str]) -> tuple[str, int]:
-    """A run as another launcher starts it: what its ranks print, and their largest exit code."""
-    ranks = api.load(Path(arguments[1])).decisions.num_ranks
+def trained(arguments: list[str], num_ranks: int | None = None) -> tuple[str, int]:
+    """A run as another launcher starts it, on as many ranks as were planned or on `num_ranks`: what
+    they print, and their largest exit code.
+    """
+    ranks = num_ranks or api.load(Path(arguments[1])).decisions.num_ranks
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -29,7 +29,10 @@ ASKED = {
         "plan zoo:mlp --out runs/f --cluster 2xA100 --pin head=replicated --tokens 1B --json",
         "plan zoo:mlp --method gpipe --out runs/c --cluster 2xcpu --batch 256 --json",
     ],
-    "infeasible": [f"{PLAN} runs/d --cluster 2xcpu --memory 6MB --json"],
+    "infeasible": [
+        f"{PLAN} runs/d --cluster 2xcpu --memory 6MB --json",
+        "plan zoo:mlp --out runs/d --cluster 2xcpu --pin head=n:x --forbid head=n:x --json",
+    ],
     "front": [
         f"{PLAN} runs/e --cluster 2xA100,2xH100 --price 2/gpu-h --pareto --json",
         f"{PLAN} runs/g --cluster 2xA100 --price 2/gpu-h --tokens 1B --days 30 --json",

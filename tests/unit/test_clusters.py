@@ -292,6 +292,29 @@ def test_nodes_have_hosts_and_prices() -> None:
     assert load_cluster("4xcpu").price_per_hour is None
 
 
+@pytest.mark.parametrize(
+    ("spec", "devices"),
+    [
+        ("2x2xA100", 2),  # two nodes: each host has its own two
+        ("32x6xV100", 6),
+        ("16x1xH100", 1),
+        ("64x4xGB200", 4),
+        ("2x72xGB200", 4),  # a rack of trays
+        ("{device: A100, levels: [{name: NVLink3, size: 4, bandwidth: 300GB/s}]}", 4),
+        (
+            "{device: A100, levels: [{name: NVLink3, size: 2, bandwidth: 300GB/s},"
+            " {name: PCIe4, size: 2, bandwidth: 32GB/s},"
+            " {name: Ethernet, size: 2, bandwidth: 3GB/s}]}",
+            4,
+        ),
+    ],
+)
+def test_hosts_are_of_nodes(spec: str, devices: int) -> None:
+    host = load_cluster(spec).host
+    assert host is not None
+    assert host.num_devices == devices
+
+
 def test_one_port_for_a_node_is_shared() -> None:
     level = load_cluster("4x8xV100").levels[1]
     assert (level.link.bandwidth_bytes_per_s, level.oversubscription) == (3.125e9, 8)
