@@ -1,85 +1,25 @@
-"""Other ways to compute the values of a function by known rules, and whether one follows from those
-that it names.
-"""
+"""Whether a take follows from the rules that it names, and which of them it needs."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 
-from parloom.errors import InputError
-from parloom.ir.graph import DTYPE_BYTES, Function, Graph, Node, Value
+from parloom.ir.graph import DTYPE_BYTES, Function, Node, Value
 from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.folds import folds
-from parloom.rewrite.horizontal import fusions, is_fusion
-from parloom.rewrite.known import cases, holds
+from parloom.rewrite.horizontal import is_fusion
+from parloom.rewrite.known import cases, holds, is_proved
 from parloom.rewrite.rounding import may_round
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
-from parloom.rewrite.take import Take, taken_bodies
+from parloom.rewrite.take import Take
 from parloom.rewrite.terms import Term, calls_in, in_pairs, names_in
 
-# Calls that a function is given at most, rounds of rules, ways to compute a value that are looked
-# at, and those of the fewest calls that are kept.
-MOST_NODES, ROUNDS, LOOKED, WAYS = 1_000, 3, 60, 12
+# Calls that a function is given at most, and rounds of rules.
+MOST_NODES, ROUNDS = 1_000, 6
 # The least width of numbers whose arithmetic may be done in any order.
 WIDE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """Another way to compute a value, and the operators that go and come with it."""
-
-    take: Take
-    gone: tuple[Node, ...]
-    new: tuple[Node, ...]
-
-
-def alternatives(graph: Graph, function: Function) -> Iterator[Replacement]:
-    """Other ways to compute the values of a function, with which some operator is gone or smaller;
-    the rules of each are all that matched.
-    """
-    body = Body(function, MOST_NODES)
-    body.saturate(rules_for(function), ROUNDS, holds)
-    counts = Counter[tuple[str, ...]]()
-    for take in sorted(body.takes(LOOKED), key=_num_calls):
-        if counts[take.values] < WAYS and (found := replaced(graph, function, take)):
-            counts[take.values] += 1
-            yield found
-
-
-def fused(graph: Graph, function: Function) -> Iterator[Replacement]:
-    """Independent calls of a function as one, where values do not come too late by it."""
-    for take in fusions(graph, function):
-        if found := replaced(graph, function, take):
-            yield found
-
-
-def replaced(graph: Graph, function: Function, take: Take) -> Replacement | None:
-    """What a take replaces; None where nothing is gone or smaller, or values come too late."""
-    try:
-        own = taken_bodies(graph, [take])[function.name]
-    except InputError:
-        return None
-    kept = {id(origin) for _, origin in own}
-    gone = tuple(i for i in function.body if isinstance(i, Node) and id(i) not in kept)
-    new = tuple(item for item, was in own if isinstance(item, Node) and isinstance(was, Term))
-    is_less = _shapes(function, gone) - _shapes(function, new)
-    return Replacement(take, gone, new) if is_less else None
-
-
-def _num_calls(take: Take) -> int:
-    return len(set(calls_in(take.call)))
-
-
-def _shapes(function: Function, nodes: Sequence[Node]) -> Counter[object]:
-    """Operators with the shapes they are of."""
-    specs = function.specs() | {v.name: v.spec for node in nodes for v in node.results}
-    return Counter(
-        (node.op, tuple(specs[name] for name in node.refs), tuple(v.spec for v in node.results))
-        for node in nodes
-    )
 
 
 def narrow_in(function: Function) -> set[str]:
@@ -159,9 +99,9 @@ def _used(function: Function, take: Take, rules: Sequence[Rule]) -> list[Rule] |
         return all(body.graph.find(one) == body.class_of(name) for name, one in made.items())
 
     merged = not merge.RULES.keys().isdisjoint(take.rules)
-    for _ in range(2 * ROUNDS):
+    for _ in range(ROUNDS):
         joined = merged and merge.unite_products(body.graph)
-        if is_there() or (body.saturate(rules, 1, holds) and not joined):
+        if is_there() or (body.saturate(rules, 1, is_proved) and not joined):
             break
     return [own for own in rules if own.id in body.graph.fired] if is_there() else None
 
