@@ -123,21 +123,29 @@ def _shortage(
     needed_mib = ceil(small.prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"{size} are needed"
     say(f"nothing fits, {small.name} is the smallest: {size}; Ctrl-C ends pricing what would")
-    changes = [change(flags, words, request, small)]
+    possible = needed_mib * MIB <= memory_of(request.cluster)  # and not only with other devices
+    changes = [change(flags, words, request, small)] if possible else []
     untried: tuple[str, ...] = ()
+    not_enough: list[str] = []
     blamed: list[str] = []
     if origin.source.is_factory:
         untried = ("a smaller batch, which the factory has to make",)
     try:
-        roomier = _roomier(replace(request, limit_bytes=needed_mib * MIB), small)
-        changes = [change(flags, words, request, roomier)]
+        if possible:
+            roomier = _roomier(replace(request, limit_bytes=needed_mib * MIB), small)
+            changes = [change(flags, words, request, roomier)]
         for other in priced_changes(request, origin, say):
-            changes.append(other)
+            if isinstance(other, str):
+                not_enough.append(other)
+            else:
+                changes.append(other)
         blamed = _blamed(request)
     except (KeyboardInterrupt, StoppedError):
         untried = (*untried, "the rest: interrupted")
     changes.sort(key=lambda other: (other.device_s, other.flags))
-    shortage = replace(shortage, changes=tuple(changes), untried=untried)
+    shortage = replace(
+        shortage, changes=tuple(changes), not_enough=tuple(not_enough), untried=untried
+    )
     text, document = shortage_text(shortage), shortage_document(shortage)
     if blamed:
         text += "\nwithout these pins a plan fits; give up one:" + "".join(

@@ -173,6 +173,7 @@ def _plan(
     loaded = resolve_cluster(cluster, parse_prices(searched["price"]))
     from parloom import api
     from parloom.execute.files import check_folder, default_folder
+    from parloom.execute.shrink import needs_copy
     from parloom.report import terminal
 
     api.check_asked(model, captured | searched)
@@ -194,7 +195,8 @@ def _plan(
         show_json(terminal.plan_document(found, loaded.cluster, capture_s, search_s, path, in_run))
     else:
         given = searched["calibration"]
-        _print(terminal.plan_screen(found, loaded.cluster, paths, given, in_run))
+        prove = " --shrink" if needs_copy(found) else ""
+        _print(terminal.plan_screen(found, loaded.cluster, paths, given, in_run, prove))
     if found.interrupted:
         raise typer.Exit(130)
     api.check_gap(found, gap)

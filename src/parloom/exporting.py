@@ -14,8 +14,8 @@ from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
 from parloom.export import model_explorer as explorer
 from parloom.export.description import Description, describe
+from parloom.export.launch import STARTS, job_of, launch_file
 from parloom.export.launch import TARGETS as LAUNCHERS
-from parloom.export.launch import job_of, launch_file
 from parloom.export.settings import Settings
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
@@ -74,7 +74,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     plan = f"plan {document['plan_hash']}"
     if "nodes" in document:
         ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
-        return [f"{document['file']}: {ranks} of {plan}"]
+        start = STARTS[document["to"]].format(document["file"])
+        return [f"{document['file']}: {ranks} of {plan}", f"next: {start}"]
     if document["to"] == EXPLORER:
         return [f"{document['file']}: the program of {plan}"]
     missing = document["not_expressible"]

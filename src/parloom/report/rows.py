@@ -37,7 +37,7 @@ class Rows(Table):
         for first, *others in zip(*cells, strict=True):
             yield _indented(first, 2)
             pairs = [
-                f"{str(column.header).strip()} {text.plain.strip()}"
+                f"{str(column.header).strip()} {' '.join(text.plain.split())}"
                 for column, text in zip(self.columns[1:], others, strict=True)
                 if text.plain.strip()
             ]
