@@ -293,7 +293,8 @@ def simulate(
     seen = api.observed(chosen, run_log) if run_log else []
     spans = [of_stage.actions for of_stage in seen]
     beside = observed.observed_timeline(spans) if seen else None
-    played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
+    played = api.simulate(chosen, calibration)
+    source = api.source_of(chosen, calibration, peak_bytes=played.peak_bytes)
     if warning := uncalibrated_words(chosen, source):
         _say(warning)
     names = process_names(chosen.decisions)

@@ -66,11 +66,13 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
         return (*_stage_words(graph, decisions, cluster), *rewrites)
     levels = _levels(decisions.stages[0], cluster)
     ways = ways_of(graph, decisions)
+    alone = decisions.num_ranks == 1 and not any(ways.values())
     lines = [
-        _axis_words(axis, ways[axis.name], links_of(axis, levels)) for axis in decisions.mesh.axes
+        _axis_words(axis, ways[axis.name], links_of(axis, levels))
+        for axis in decisions.mesh.axes
+        if axis.steps or not alone
     ]
-    if decisions.num_ranks == 1 and not any(ways.values()):
-        lines = ["one device computes all of it"]
+    lines += ["one device computes all of it"] * alone
     stored = Counter(found for parameter in decisions.parameters for found in _stored(parameter))
     for (roles, axes, memory), count in stored.most_common(MOST):
         over = f"in parts over {', '.join(axes)}" if axes else "whole"
