@@ -284,9 +284,7 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     return machine.play(lowered(plan), plan.decisions, plan.optimizer)
 
 
-def source_of(
-    plan: Plan, calibration: str | Path | None = None, *, peak_bytes: int = 0
-) -> Source:
+def source_of(plan: Plan, calibration: str | Path | None = None, *, peak_bytes: int = 0) -> Source:
     """Where the numbers of `simulate` come from, and how far they may be off where it holds
     `peak_bytes` at most.
     """

@@ -7,6 +7,7 @@ block each command runs, and the lines below it are what it prints. All other bl
 
 import io
 import re
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ def _write(block: Block, files: set[str]) -> None:
     goes_on = block.title in files
     with open(block.title, "a" if goes_on else "w", encoding="utf-8") as file:
         file.write(f"\n{block.text}" if goes_on else block.text)
+    sys.modules.pop(Path(block.title).stem, None)  # of another page, or of another test
     files.add(block.title)
 
 
