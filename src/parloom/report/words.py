@@ -296,7 +296,7 @@ def tight_words(cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
     room = f"{format_bytes(max(0, there - peak_bytes))} ({max(0.0, 1 - peak_bytes / there):.1%})"
     return (
         f"the peak leaves {room} of a device: contexts of the driver, buffers of NCCL and"
-        f" fragmentation are not counted; --memory {ROOMY * there / 2**30:.0f}GiB leaves room",
+        f" fragmentation are not counted; --memory {int(ROOMY * there) // 2**20}MiB leaves room",
     )
 
 
