@@ -21,7 +21,21 @@ export function memory(plan: Plan): HTMLElement[] {
   const at = [own.during.module, own.during.operator].filter(Boolean).join("").replace("::", ":");
   const words = `Most is held while ${own.during.action || "the step begins"}${at ? ` runs ${at}` : ""}. Times of a device are drawn in ${own.processes[0]!.lines[0]!.length} equal parts of the step; each has the most of its part.`;
   const left = own.left_out ? [h("p", {}, `${own.left_out} more groups of devices hold less.`)] : [];
-  return [h("p", {}, words), ...left, h("div", { class: "controls" }, which), chart.element, largest];
+  return [h("p", {}, words), ...left, h("div", { class: "controls" }, which), chart.element, largest, ...recomputed(own)];
+}
+
+/** What is made again in backward passes, by calls that do the same. */
+function recomputed(own: Memory): HTMLElement[] {
+  if (!own.recomputed.length) return [h("p", {}, "Nothing is recomputed in backward passes.")];
+  const stages = new Set(own.recomputed.map((row) => row.stage)).size > 1;
+  const rows: Cell[][] = own.recomputed.map((row) => [
+    ...(stages ? [String(row.stage)] : []),
+    row.calls,
+    String(row.count),
+    row.all ? `all ${row.of} operators` : row.values.length ? `${row.values.length} of ${row.of} operators: ${row.values.join(", ")}` : "no operator",
+    row.moves.join(", "),
+  ]);
+  return [table("What is recomputed in backward passes", [...(stages ? ["stage"] : []), "block calls", "how many", "made again", "movements made again of"], rows)];
 }
 
 function option(own: Memory, index: number) {

@@ -24,6 +24,7 @@ export function summary(plan: Plan): HTMLElement[] {
   if (own.price_per_step !== null && own.price_per_hour !== null) {
     facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for the cluster`]);
   }
+  if (own.status !== "complete") facts.push(["search", own.status, "the best plan that was found until then"]);
   if (own.samples !== null) {
     facts.push(["samples a second", count(own.samples / own.step_s), `${own.samples} samples a step, ${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""}${own.schedule ? `, schedule ${own.schedule}` : ""}`]);
   }
@@ -44,6 +45,7 @@ export function summary(plan: Plan): HTMLElement[] {
       ]),
     ),
   );
+  if (own.cost.length) parts.push(h("h3", {}, "Cost"), list(own.cost));
   if (plan.constraints.length) parts.push(h("h3", {}, "Asked for, and its price"), list(plan.constraints));
   if (plan.notes.length) parts.push(h("h3", {}, "Notes"), list(plan.notes));
   parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), h("p", {}, "Made by ", h("code", {}, plan.command)));

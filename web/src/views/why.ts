@@ -7,7 +7,7 @@ import { bytes, cause, percent, picoseconds, seconds, signed } from "../format";
 /** Other plans, and by which causes they differ. */
 export function why(plan: Plan): HTMLElement[] {
   const rows: Cell[][] = plan.alternatives.map((other) => [
-    other.name,
+    `${other.name}${other.is_plan ? " (this plan)" : ""}`,
     seconds(other.step_s),
     signed(percent, other.step_s / plan.summary.step_s - 1),
     bytes(other.peak_bytes),
