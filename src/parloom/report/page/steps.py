@@ -1,5 +1,7 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +19,7 @@ from parloom.cost.timeline import (
 )
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.regular_parts import memory_of
+from parloom.report.case import Case
 from parloom.report.explain import PS
 from parloom.report.page.sides import Side
 from parloom.report.trace import ACTIONS
@@ -26,6 +29,8 @@ Document = dict[str, Any]
 # Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
 MORE = " and its neighbors"
+PASS = re.compile(r"[0-9]*([FBW])(?![A-Z])")
+PASSES = {"F": "forward pass", "B": "backward pass", "W": "gradients of weights"}
 # Points of a line of memory, and tensors that are listed.
 POINTS, LARGEST = 240, 12
 # Processes whose memory is drawn; of more, those that hold most.
@@ -108,9 +113,16 @@ def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
 
 def _actions(process: Process, words: Words) -> Document:
     spans = [
-        [span.start_ps, span.played.ps, words(span.name), words("action")] for span in process.spans
+        [span.start_ps, span.played.ps, words(span.name), words(_pass(span.name))]
+        for span in process.spans
     ]
     return {"name": ACTIONS, "slices": spans}
+
+
+def _pass(action: str) -> str:
+    """What kind of action it is, in words."""
+    found = PASS.match(action)
+    return PASSES[found[1]] if found else action.lower()
 
 
 def _fewer(parts: Sequence[Slice], most: int) -> Sequence[Slice]:
@@ -147,23 +159,13 @@ def memory_view(side: Side) -> Document:
     found = []
     for index in sorted(order):
         memory = timeline.processes[index].memory
-        held = [h for i in lists[index] for h in holdings(cases[i].pcg, cases[i].priced)]
-        held.sort(key=lambda h: -h.num_bytes)
         found.append(
             {
                 "name": names[index],
                 "peak_bytes": memory.peak,
                 "at_peak": dict(zip(COMPONENTS, memory.at_peak, strict=True)),
                 "lines": sampled(timeline, index, POINTS),
-                "largest": [
-                    {
-                        "component": h.component,
-                        "name": h.name,
-                        "count": h.count,
-                        "bytes": h.num_bytes,
-                    }
-                    for h in held[:LARGEST]
-                ],
+                "largest": _largest([cases[i] for i in lists[index]]),
             }
         )
     peak = side.step.ledger.peak
@@ -176,3 +178,16 @@ def memory_view(side: Side) -> Document:
         "processes": found,
         "left_out": len(peaks) - len(order),
     }
+
+
+def _largest(cases: Iterable[Case]) -> list[Document]:
+    """The largest tensors of a device that runs these stages, those of one name together."""
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for case in cases:
+        for held in holdings(case.pcg, case.priced):
+            counts[held.component, held.name] += held.count
+            sizes[held.component, held.name] += held.num_bytes
+    return [
+        {"component": component, "name": name, "count": counts[component, name], "bytes": size}
+        for (component, name), size in sizes.most_common(LARGEST)
+    ]
