@@ -273,7 +273,7 @@ export interface Plan {
     saved_sent_bytes: number;
     saved_peak_bytes: number;
   }[];
-  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number }[];
+  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number; reads: number[] }[];
 }
 
 export interface Report {

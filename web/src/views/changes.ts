@@ -20,8 +20,9 @@ export function changes(plan: Plan): HTMLElement[] {
       stage.items.length ? `${stage.items[0]}${stage.items.length > 1 ? ` to ${stage.items[stage.items.length - 1]} (${stage.items.length} items)` : ""}` : "all",
       stage.microbatches.length ? stage.microbatches.join(", ") : "all",
       String(stage.at_once),
+      stage.reads.map((index) => String(index)).join(", ") || "the batch alone",
     ]);
-    parts.push(table("Stages", ["stage", "devices", "items", "microbatches", "at once"], rows));
+    parts.push(table("Stages", ["stage", "devices", "items", "microbatches", "at once", "reads from stages"], rows));
   }
   return parts;
 }

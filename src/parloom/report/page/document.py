@@ -1,5 +1,6 @@
 """All that a report shows, as one JSON document: what its page is drawn from."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
-from parloom.report.case import Case, Step
+from parloom.report.case import Case, PipelineCase, Step
 from parloom.report.costs import cost_lines
 from parloom.report.explain import bound_words
 from parloom.report.page.cards import cards, parameter_cards
@@ -125,16 +126,20 @@ def _front(side: Side) -> Document | None:
 
 def _stages(side: Side) -> list[Document]:
     decisions = side.plan.decisions
-    if len(decisions.stages) == 1:
+    if not isinstance(side.step, PipelineCase):
         return []
+    reads = defaultdict[int, set[int]](set)
+    for transfer in side.step.stages.transfers:
+        reads[transfer.target].add(transfer.source)
     return [
         {
             "items": list(stage.items),
             "devices": ranks_text(stage.devices),
             "microbatches": list(stage.microbatches),
             "at_once": stage.at_once,
+            "reads": sorted(reads[index]),
         }
-        for stage in decisions.stages
+        for index, stage in enumerate(decisions.stages)
     ]
 
 

@@ -1,5 +1,6 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,8 @@ Document = dict[str, Any]
 # Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
 MORE = " and its neighbors"
+PASS = re.compile(r"[0-9]*([FBW])(?![A-Z])")
+PASSES = {"F": "forward pass", "B": "backward pass", "W": "gradients of weights"}
 # Points of a line of memory.
 POINTS = 240
 # Processes whose memory is drawn; of more, those that hold most.
@@ -108,9 +111,16 @@ def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
 
 def _actions(process: Process, words: Words) -> Document:
     spans = [
-        [span.start_ps, span.played.ps, words(span.name), words("action")] for span in process.spans
+        [span.start_ps, span.played.ps, words(span.name), words(_pass(span.name))]
+        for span in process.spans
     ]
     return {"name": ACTIONS, "slices": spans}
+
+
+def _pass(action: str) -> str:
+    """What kind of action it is, in words."""
+    found = PASS.match(action)
+    return PASSES[found[1]] if found else action.lower()
 
 
 def _fewer(parts: Sequence[Slice], most: int) -> Sequence[Slice]:
