@@ -76,7 +76,7 @@ def plan_front(
     plan, shown = answer.plan, answer.front
     folder = out or default_folder(model, shown.best.cluster if shown.best else "", plan)
     paths = api.save(plan, folder)
-    document = front_document(shown, str(paths["plan"]))
+    document = front_document(shown, str(paths["plan"]), plan)
     kept = write_atomic(folder / FRONT, json.dumps(document, indent=2) + "\n")
     if as_json:
         show_json(document)

@@ -48,6 +48,13 @@ def check_folder(folder: Path) -> None:
                 path.rmdir()
 
 
+def check_file(path: Path, advice: str = ELSEWHERE) -> None:
+    """Raise `InputError` unless a file can be written to `path`; what is there stays as it is."""
+    if path.exists() and not path.is_file():  # a rename would put a file in place of a device
+        raise InputError(f"cannot write {path}: it is no regular file; {advice}")
+    check_folder(path.parent)
+
+
 def default_folder(model: str, cluster: str, plan: Plan) -> Path:
     """`runs/<model>-<cluster>-<method>-<id>`: the same plan has the same folder."""
     names = (Path(model).name, Path(cluster).stem if "/" in cluster else cluster, plan.method)

@@ -47,18 +47,23 @@ function splitsOf(plan: Plan, axis: string): string {
   return sorted.map(([what, share]) => `${what} (${percent(share)})`).join(", ") || "nothing";
 }
 
-/** Levels as boxes in each other, the innermost ones drawn once. */
+/** Levels as boxes in each other, the innermost ones drawn once; parts of a mixed cluster beside each other. */
 function topology(own: Network): HTMLElement {
-  let inner = h("div", { class: "box device" }, "device");
-  for (const level of own.levels) {
-    if (level.size < 2) continue;
-    const label = h("div", { class: "label" }, `${level.size} over ${level.name}: links busy for ${percent(level.share)} of the step`);
-    const load = h("div", { class: "load", "aria-hidden": "true" });
-    load.style.setProperty("--share", percent(Math.min(1, level.share)));
-    const some = h("div", { class: "row" }, inner, h("div", { class: "times" }, `× ${level.size}`));
-    inner = h("div", { class: "box" }, label, load, some);
-  }
-  return h("div", { class: "topology" }, inner);
+  const shares = new Map(own.levels.map((level) => [level.name, level.share]));
+  const parts = own.parts.map((part) => nest(h("div", { class: "box device" }, part.device), part.levels, shares));
+  if (parts.length === 1) return h("div", { class: "topology" }, parts[0]!);
+  const joins = own.levels.filter((level) => !own.parts.some((part) => part.levels.some((inner) => inner.name === level.name)));
+  return h("div", { class: "topology" }, joins.reduce((inner, level) => box(level.name, "parts", level.share, inner), h("div", { class: "row" }, ...parts)));
+}
+
+function nest(device: HTMLElement, levels: { name: string; size: number }[], shares: Map<string, number>): HTMLElement {
+  return levels.reduce((inner, { name, size }) => box(name, String(size), shares.get(name) ?? 0, h("div", { class: "row" }, inner, h("div", { class: "times" }, `× ${size}`))), device);
+}
+
+function box(name: string, what: string, share: number, inner: HTMLElement): HTMLElement {
+  const load = h("div", { class: "load", "aria-hidden": "true" });
+  load.style.setProperty("--share", percent(Math.min(1, share)));
+  return h("div", { class: "box" }, h("div", { class: "label" }, `${what} over ${name}: links busy for ${percent(share)} of the step`), load, inner);
 }
 
 /** Who sends to whom, and by which collective. */
