@@ -14,6 +14,7 @@ from parloom.cost.calibration import _Document
 from parloom.execute.verify import VerifyReport
 from parloom.ir.plan_schema import PlanDocument
 from tests.docs import reference
+from tests.docs.cluster_schema import cluster_schema
 from tests.docs.commands import run
 from tests.docs.page import DOCS
 
@@ -79,6 +80,7 @@ def parts_of(documents: dict[str, list[Any]]) -> tuple[dict[str, str], dict[str,
     schemas = {
         "plan-file": PlanDocument.model_json_schema(),
         "calibration-file": _Document.model_json_schema(),
+        "cluster-file": cluster_schema(),
         "verify": TypeAdapter(VerifyReport).json_schema(),
     }
     for verb, found in documents.items():
