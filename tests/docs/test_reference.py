@@ -40,7 +40,16 @@ ASKED = {
     ],
     "scale": ["scale zoo:mlp --cluster 2xA100 --method fsdp --json"],
     "explain": ["explain runs/a --json", "explain runs/b --json", "explain runs/f --json"],
-    "explain-name": ["explain runs/f head --json", "explain runs/a head --json"],
+    "explain-name": ["explain runs/f head --json", "explain runs/a relu --json"],
+    "explain-parameter": [
+        "explain runs/f head.weight --json",
+        "explain runs/a layers.0.bias --json",
+        "explain runs/b layers.1.weight --json",
+    ],
+    "explain-input": ["explain runs/f x --json", "explain runs/b labels --json"],
+    "explain-module": ["explain runs/f layers --json", "explain runs/b layers --json"],
+    "explain-stages": ["explain runs/c head --json", "explain runs/c head.weight --json"],
+    "explain-name-versus": ["explain runs/b layers.0 --versus megatron --json"],
     "explain-versus": ["explain runs/b --versus megatron --json"],
     "explain-pipeline": ["explain runs/c --json"],
     "simulate": ["simulate runs/b --json", "simulate runs/c --trace step.json --json"],
@@ -130,10 +139,20 @@ def test_documents_fit_their_schemas_and_others_do_not(
         schema = json.loads((SCHEMAS / f"{verb}.json").read_text(encoding="utf-8"))
         for document in found:
             jsonschema.validate(document, schema)
-    plan, schema = printed["plan"][0], json.loads((SCHEMAS / "plan.json").read_text())
-    for wrong in ({**plan, "step_ms": 1.0}, {**plan, "peak_bytes": "1 GiB"}):
+    planted: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("plan", {"step_ms": 1.0}),
+        ("plan", {"peak_bytes": "1 GiB"}),
+        ("explain-name", {"terms": {}}),
+        ("explain-parameter", {"stored": []}),
+        ("explain-input", {"shape": "64 x 256"}),
+        ("explain-module", {"readers": []}),
+        ("explain-stages", {"stages": [{"stage": "0"}]}),
+        ("explain-name-versus", {"versus": None}),
+    )
+    for verb, wrong in planted:
+        schema = json.loads((SCHEMAS / f"{verb}.json").read_text(encoding="utf-8"))
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
+            jsonschema.validate(printed[verb][0] | wrong, schema)
 
 
 def test_a_changed_flag_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
