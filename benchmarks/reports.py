@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 
 from common import ROOT, report
 from questions import Row, documented
-
 from tests.web.driven import Seen, chromium
 
 MOST_BYTES, MOST_S, TIMES = 5_000_000, 2.0, 5

@@ -303,12 +303,12 @@ def test_the_command_writes_what_plans_and_simulations_take(
     given = ["--calibration", str(quick)]
     planned = ["plan", spec, "--cluster", "2xcpu", "--devices", "2", "--method", "data_parallel"]
     assert cli.main([*planned, "--out", "run", *given]) == 0
-    assert "(from measured operators; likely " in capsys.readouterr().out
+    assert "(from measured rates; likely " in capsys.readouterr().out
     assert cli.main(["simulate", "run", "--json", *given]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["source"] == "measured"
+    assert document["source"] == "calibrated"  # no collective was measured
     (alone,) = document["notes"]
-    assert alone.startswith("measured by one process: links, and")
+    assert alone.startswith("operators are measured, by one process; links, and")
     assert cli.main(["simulate", "run"]) == 0
     assert "not calibrated" in capsys.readouterr().out
     # Of another machine: used, said so, and the band is wider.

@@ -1,5 +1,5 @@
-"""The JSON Schema of cluster files, for editors: what the strict reader takes, as far as a schema can
-say it (`cost/cluster_file.py`; `test_cluster_schema.py` compares the two).
+"""The JSON Schema of cluster files, for editors: what the strict reader takes, as far as a schema
+can say it (`cost/cluster_file.py`; `test_cluster_schema.py` compares the two).
 """
 
 import re

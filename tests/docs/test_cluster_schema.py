@@ -28,7 +28,8 @@ PAGE = (DOCS / "reference" / "clusters.md").read_text(encoding="utf-8")
 WHOLE = """\
 name: lab
 device: {name: chip, memory: 64GiB, memory_bandwidth: 1.6TB/s, rates: {bf16: 200TFLOP/s}, cores: 8,
-  generation: new, price_per_hour: 2USD, price_source: us, price_date: 2026, efficiency: {matmul: 0.7}}
+  generation: new, price_per_hour: 2USD, price_source: us, price_date: 2026,
+  efficiency: {matmul: 0.7}}
 backend: other
 host: {memory: 1TB, devices: 2, bandwidth: 25GB/s, latency: 1us, efficiency: 1}
 levels:
@@ -60,7 +61,7 @@ def read_by_editors(text: str) -> Any:
     return _value(yaml.compose(text, Loader=yaml.SafeLoader))
 
 
-def _value(node: yaml.Node) -> Any:
+def _value(node: Any) -> Any:
     if isinstance(node, yaml.MappingNode):
         return {str(key.value): _value(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
@@ -98,11 +99,15 @@ def test_every_cluster_file_fits(text: str) -> None:
 
 def refused() -> Iterator[tuple[str, str]]:
     """Files of the tests of the reader that are refused, and with which words."""
-    (lab,) = corpus.test_faults_in_a_file_have_a_place.pytestmark
+    (lab,) = _marks(corpus.test_faults_in_a_file_have_a_place)
     for old, new, message in lab.args[1]:
         yield corpus.LAB.replace(old, new), message
-    (more,) = corpus.test_more_faults_have_a_place.pytestmark
+    (more,) = _marks(corpus.test_more_faults_have_a_place)
     yield from more.args[1]
+
+
+def _marks(test: Any) -> Any:
+    return test.pytestmark
 
 
 @pytest.mark.parametrize(("text", "message"), tuple(refused()))
@@ -116,7 +121,8 @@ def test_what_the_reader_refuses_does_not_fit(text: str, message: str) -> None:
 def changed(document: Any) -> Iterator[Any]:
     """The document with one key left out, renamed or added, or one value of another kind."""
     for path in _paths(document):
-        for edit in ("drop", "rename", [], {}, "x", 0, 2.5, "1GiB"):
+        edits: tuple[Any, ...] = ("drop", "rename", [], {}, "x", 0, 2.5, "1GiB")
+        for edit in edits:
             found = copy.deepcopy(document)
             place = found
             for key in path[:-1]:

@@ -38,7 +38,11 @@ ASKED = {
         f"{PLAN} runs/e --cluster 2xA100,2xH100 --price 2/gpu-h --pareto --json",
         f"{PLAN} runs/g --cluster 2xA100 --price 2/gpu-h --tokens 1B --days 30 --json",
     ],
-    "scale": ["scale zoo:mlp --cluster 2xA100 --method fsdp --json"],
+    "scale": [
+        "scale zoo:mlp --cluster 2xA100 --method fsdp --json",
+        "scale runs/b --json",
+        "scale runs/f --weak --method data_parallel --json",
+    ],
     "explain": ["explain runs/a --json", "explain runs/b --json", "explain runs/f --json"],
     "explain-name": ["explain runs/f head --json", "explain runs/a relu --json"],
     "explain-parameter": [
@@ -153,6 +157,17 @@ def test_documents_fit_their_schemas_and_others_do_not(
         schema = json.loads((SCHEMAS / f"{verb}.json").read_text(encoding="utf-8"))
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(printed[verb][0] | wrong, schema)
+
+
+def test_scaling_of_a_plan_is_of_its_model_cluster_and_method(
+    printed: dict[str, list[Any]],
+) -> None:
+    _, of_plan, weak = printed["scale"]
+    assert of_plan["model"] == "zoo:mlp"
+    assert [point["cluster"] for point in of_plan["points"]] == ["2xcpu", "2xcpu"]
+    assert all(point["name"].startswith("fsdp") for point in of_plan["points"])
+    samples = [point["samples_per_step"] for point in weak["points"]]
+    assert samples == [64, 128]
 
 
 def test_a_changed_flag_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:
