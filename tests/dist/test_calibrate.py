@@ -266,7 +266,10 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     slow = tuple(replace(o, forward_s=1.0, backward_s=1.0) for o in made.operators)
     made = replace(made, operators=slow)
     _, kernels = calibrated(load_cluster("2xcpu"), made)
-    assert source_of([pcg], kernels, made).name == "measured"
+    # Of several ranks only where collectives were measured: links are assumed without.
+    assert source_of([pcg], kernels, made).name == "calibrated"
+    sent = TimedCollective("all_reduce", ((0, 2),), 1024, 1e-3, 0.0)
+    assert source_of([pcg], kernels, replace(made, collectives=(sent,))).name == "measured"
     _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
     assert source_of([pcg], without, made).name == "calibrated"
 

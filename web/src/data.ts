@@ -93,6 +93,7 @@ export interface OperatorCard {
   results: Tensor[];
   flops: number;
   bound_by: string;
+  weights: { name: string; stored: Record<Role, Stored> }[];
   terms: Term[];
   ways: number;
   ways_tried: number;
@@ -105,13 +106,15 @@ export interface Stored {
   grid: Grid | null;
 }
 
+export type Role = "weight" | "gradient" | "optimizer";
+
 export interface ParameterCard extends Tensor {
   kind: "parameter";
   place: string;
   trainable: boolean;
   alike: string[];
   partial_gradient: string[];
-  stored: Record<"weight" | "gradient" | "optimizer", Stored>;
+  stored: Record<Role, Stored>;
   readers: { name: string; layout: string }[];
   terms: Term[];
 }
@@ -152,7 +155,20 @@ export interface Memory {
     lines: number[][];
     largest: { component: string; name: string; count: number; bytes: number }[];
   }[];
+  recomputed: Recomputed[];
   left_out: number;
+}
+
+/** Calls of a block kind that make the same again in their backward passes. */
+export interface Recomputed {
+  stage: number;
+  place: string;
+  calls: string;
+  count: number;
+  all: boolean;
+  values: string[];
+  moves: string[];
+  of: number;
 }
 
 export interface Network {
@@ -199,12 +215,19 @@ export interface Summary {
   cluster: string;
   method: string;
   num_microbatches: number;
+  num_stages: number;
   schedule: string;
   price_per_hour: number | null;
   price_per_step: number | null;
+  cost: string[];
+  status: string;
   model_flops: number;
   mfu: number | null;
-  samples: number | null;
+  work: { unit: string; in_step: number };
+  samples: number;
+  at_once: number;
+  parameters: number;
+  parloom: string;
 }
 
 /** The best plan on some devices of a cluster. */
@@ -237,12 +260,12 @@ export interface Plan {
   notes: string[];
   command: string;
   causes: (Cause & { ps: number })[];
-  graph: { whole_s: number; functions: GraphFunction[] };
+  graph: { functions: GraphFunction[] };
   cards: Record<string, Card>;
   network: Network;
   steps: Steps;
   memory: Memory;
-  alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean }[];
+  alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean; is_plan: boolean }[];
   front: Front | null;
   why_not: Versus[];
   rewrites: {

@@ -1,13 +1,16 @@
-import { Chart, COLORS, colorOf, ink } from "../chart";
+import { Chart, colorOf, ink } from "../chart";
 import type { Plan, Versus } from "../data";
 import { h, list, table, type Cell } from "../dom";
 import { front } from "./front";
 import { bytes, cause, percent, picoseconds, seconds, signed } from "../format";
 
+/** Causes that are drawn by themselves; all are in the table. */
+const MOST = 8;
+
 /** Other plans, and by which causes they differ. */
 export function why(plan: Plan): HTMLElement[] {
   const rows: Cell[][] = plan.alternatives.map((other) => [
-    other.name,
+    `${other.name}${other.is_plan ? " (this plan)" : ""}`,
     seconds(other.step_s),
     signed(percent, other.step_s / plan.summary.step_s - 1),
     bytes(other.peak_bytes),
@@ -26,18 +29,18 @@ export function compared(others: Versus[], label: string): HTMLElement[] {
   const names = others.map((other) => other.versus.name);
   const causes = [...new Set(others.flatMap((other) => other.causes.map(cause)))];
   const value = (other: Versus, name: string) => other.causes.filter((found) => cause(found) === name).reduce((sum, found) => sum + found.difference_ps, 0);
-  const used = causes.filter((name) => others.some((other) => value(other, name) !== 0));
-  const most = (name: string) => Math.max(...others.map((other) => Math.abs(value(other, name))));
+  const size = (name: string) => Math.max(...others.map((other) => Math.abs(value(other, name))));
+  const used = causes.filter((name) => size(name) > 0).sort((a, b) => size(b) - size(a));
+  const drawn = used.length > MOST ? used.slice(0, MOST - 1) : used;
+  const rest = used.filter((name) => !drawn.includes(name));
+  const series = drawn.map((name) => ({ name, data: others.map((other) => value(other, name)) }));
+  if (rest.length) series.push({ name: `${rest.length} other causes`, data: others.map((other) => rest.reduce((sum, name) => sum + value(other, name), 0)) });
   const height = 50 + 46 * others.length;
   const data: Cell[][] = used.map((name) => [name, ...others.map((other) => signed(picoseconds, value(other, name)))]);
   data.push(["together", ...others.map((other) => signed(picoseconds, other.difference_ps))]);
   const make = (width: number) => {
     const { text, faint } = ink();
     const left = Math.min(150, 0.3 * width);
-    const apart = used.length > COLORS.length ? [...used].sort((a, b) => most(b) - most(a)).slice(0, COLORS.length - 1) : used;
-    const rest = used.filter((name) => !apart.includes(name));
-    const series = apart.map((name) => ({ name, data: others.map((other) => value(other, name)) }));
-    if (rest.length) series.push({ name: `${rest.length} smaller causes`, data: others.map((other) => rest.reduce((sum, name) => sum + value(other, name), 0)) });
     return {
       key: series.map(({ name }, index): [string, string] => [name, colorOf(index)]),
       grid: { left, right: 30, top: 12, bottom: 28 },

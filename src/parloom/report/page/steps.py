@@ -1,11 +1,9 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parloom.cost.holdings import holdings
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.timeline import (
     MAX_INSTRUCTIONS,
@@ -18,9 +16,9 @@ from parloom.cost.timeline import (
 )
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.regular_parts import memory_of
-from parloom.report.case import Case
 from parloom.report.explain import PS
 from parloom.report.gantt import pass_of
+from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.page.sides import Side
 from parloom.report.trace import ACTIONS
 from parloom.report.words import memory_limit, process_names
@@ -36,8 +34,8 @@ PASSES = {
     "W": "gradients of weights",
     "U": "reduce and update",
 }
-# Points of a line of memory, and tensors that are listed.
-POINTS, LARGEST = 240, 12
+# Points of a line of memory.
+POINTS = 240
 # Processes whose memory is drawn; of more, those that hold most.
 MOST_PROCESSES = 32
 
@@ -164,7 +162,7 @@ def memory_view(side: Side) -> Document:
                 "peak_bytes": memory.peak,
                 "at_peak": dict(zip(COMPONENTS, memory.at_peak, strict=True)),
                 "lines": sampled(timeline, index, POINTS),
-                "largest": _largest([cases[i] for i in lists[index]]),
+                "largest": largest_tensors([cases[i] for i in lists[index]]),
             }
         )
     peak = side.step.ledger.peak
@@ -175,18 +173,8 @@ def memory_view(side: Side) -> Document:
         "during": {"action": peak.action, "module": peak.prefix, "operator": peak.name},
         "step_s": timeline.step_ps / PS,
         "processes": found,
+        "recomputed": [
+            {"stage": i} | own for i, case in enumerate(cases) for own in recomputed(case)
+        ],
         "left_out": len(peaks) - len(order),
     }
-
-
-def _largest(cases: Iterable[Case]) -> list[Document]:
-    """The largest tensors of a device that runs these stages, those of one name together."""
-    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    for case in cases:
-        for held in holdings(case.pcg, case.priced):
-            counts[held.component, held.name] += held.count
-            sizes[held.component, held.name] += held.num_bytes
-    return [
-        {"component": component, "name": name, "count": counts[component, name], "bytes": size}
-        for (component, name), size in sizes.most_common(LARGEST)
-    ]
