@@ -14,6 +14,7 @@ from parloom.capture import capture
 from parloom.cost.calibration import (
     Calibration,
     Product,
+    TimedCollective,
     calibration_from_json,
     calibration_to_json,
     key_of,
