@@ -86,12 +86,12 @@ export function traffic(plan: Plan): HTMLElement[] {
       grid: { left: LEFT, width: side, top: TOP, height: side },
       xAxis: { ...axis, name: "to device", nameGap: 28, position: "top" },
       yAxis: { ...axis, name: "from device", nameGap: LEFT - 28, inverse: true },
-      visualMap: { min: 0, max: most, calculable: true, orient: "horizontal", left: LEFT, top: TOP + side + 12, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (value: number) => bytes(value) },
-      tooltip: { formatter: (params: { value: [number, number, number] }) => `${names[params.value[1]]} to ${names[params.value[0]]}\n${bytes(params.value[2])} a step` },
-      series: [{ type: "heatmap", progressive: 0, data: pairs.filter((pair) => pair.sent > 0).map((pair) => [pair.target, pair.source, pair.sent]) }],
+      visualMap: { min: 0, max: Math.sqrt(most), calculable: true, orient: "horizontal", left: LEFT, top: TOP + side + 12, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (root: number) => bytes(root ** 2) },
+      tooltip: { formatter: (params: { value: [number, number, number] }) => `${names[params.value[1]]} to ${names[params.value[0]]}\n${bytes(params.value[2] ** 2)} a step` },
+      series: [{ type: "heatmap", progressive: 0, data: pairs.filter((pair) => pair.sent > 0).map((pair) => [pair.target, pair.source, Math.sqrt(pair.sent)]) }],
     };
   };
-  const chart = new Chart("Traffic between devices", TOP + Math.min(SIDE, CELL * matrix.length) + 52, make, data);
+  const chart = new Chart("Traffic between devices", TOP + Math.min(SIDE, CELL * matrix.length) + 70, make, data);
   const sums = new Map<string, number[]>();
   for (const sent of own.collectives) {
     const key = [sent.transfer, sent.axes, sent.level].join("|");
@@ -104,7 +104,7 @@ export function traffic(plan: Plan): HTMLElement[] {
   });
   const each = size > 1 ? `A row is ${size} neighboring devices. ` : "";
   return [
-    h("p", {}, `${each}A collective is drawn as a ring along its axes, an all_to_all as equal parts to all others.`),
+    h("p", {}, `${each}A collective is drawn as a ring along its axes, an all_to_all as equal parts to all others. Colors are by the square root of bytes, so that little is seen beside much.`),
     chart.element,
     table("Collectives of a step, of one device of each group", ["collective", "over axes", "slowest level", "how many", "bytes sent", "time", "waited for"], rows),
   ];

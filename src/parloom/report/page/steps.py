@@ -1,6 +1,5 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from parloom.cost.timeline import (
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.regular_parts import memory_of
 from parloom.report.explain import PS
+from parloom.report.gantt import pass_of
 from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.page.sides import Side
 from parloom.report.trace import ACTIONS
@@ -27,8 +27,13 @@ Document = dict[str, Any]
 # Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
 MORE = " and its neighbors"
-PASS = re.compile(r"[0-9]*([FBW])(?![A-Z])")
-PASSES = {"F": "forward pass", "B": "backward pass", "W": "gradients of weights"}
+PASSES = {
+    "P": "prologue",
+    "F": "forward pass",
+    "B": "backward pass",
+    "W": "gradients of weights",
+    "U": "reduce and update",
+}
 # Points of a line of memory.
 POINTS = 240
 # Processes whose memory is drawn; of more, those that hold most.
@@ -111,16 +116,10 @@ def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
 
 def _actions(process: Process, words: Words) -> Document:
     spans = [
-        [span.start_ps, span.played.ps, words(span.name), words(_pass(span.name))]
+        [span.start_ps, span.played.ps, words(span.name), words(PASSES[pass_of(span.name)])]
         for span in process.spans
     ]
     return {"name": ACTIONS, "slices": spans}
-
-
-def _pass(action: str) -> str:
-    """What kind of action it is, in words."""
-    found = PASS.match(action)
-    return PASSES[found[1]] if found else action.lower()
 
 
 def _fewer(parts: Sequence[Slice], most: int) -> Sequence[Slice]:
