@@ -215,6 +215,8 @@ export interface Plan {
     saved_s: number;
     saved_sent_bytes: number;
     saved_peak_bytes: number;
+    stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
+    changed: string[];
   }[];
   stages: { items: string[]; devices: string; microbatches: number[]; at_once: number }[];
 }

@@ -1,6 +1,6 @@
 """A pipeline explained: what each stage has, its action lists, and the step over time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,6 +14,7 @@ from parloom.ir.text import parse_graph
 from parloom.report.case import PipelineCase
 from parloom.report.explain import Document
 from parloom.report.name_screen import name_screen
+from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.timeline import timeline_document, timeline_screen
 from parloom.report.words import process_names, title_words, words
 
@@ -21,7 +22,7 @@ SHOWN = 24  # actions of a list
 STAGES = 3  # stages that have what is asked for
 
 
-def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
+def pipeline_explained(case: PipelineCase, rewrites: Iterable[Document] = ()) -> dict[str, Any]:
     """All of it as JSON values; seconds and bytes."""
     plan, timeline = case.plan, case.timeline
     names = process_names(plan.decisions)
@@ -45,12 +46,13 @@ def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
             {"name": name, **{f"{k}_s": _longest(case, i, k) for k in "FB"}}
             for i, name in enumerate(names)
         ],
+        "rewrites": list(rewrites),
         **timeline_document(timeline, names, None, case.source),
     }
 
 
-def pipeline_screen(case: PipelineCase) -> RenderableType:
-    """What `parloom explain` prints of a pipeline."""
+def pipeline_screen(case: PipelineCase, document: Document) -> RenderableType:
+    """What `parloom explain` prints of a pipeline, `document` of it."""
     decisions = case.plan.decisions
     names = process_names(decisions)
     facts = words(parse_graph(case.plan.graph), decisions, case.cluster)
@@ -60,6 +62,7 @@ def pipeline_screen(case: PipelineCase) -> RenderableType:
         Text(""),
         *(Text(line) for line in facts),
         Text(f"{decisions.num_microbatches} microbatches"),
+        *(part for own in document["rewrites"] for part in (Text(""), *rewrite_screen(own))),
         Text(""),
         Text("longest passes and action lists", style="bold"),
         _passes(case, names),

@@ -12,6 +12,11 @@ export function changes(plan: Plan): HTMLElement[] {
       h("p", {}, `By ${found.rules.join(", ")}; ${found.proof}. ${saved}`),
       h("pre", { tabindex: "0" }, [...found.before.map((line) => `- ${line}`), ...found.after.map((line) => `+ ${line}`)].join("\n")),
     );
+    if (found.stages.length) {
+      const rows: Cell[][] = found.stages.map((own) => [own.name, seconds(own.saved_computing_s), bytes(own.saved_peak_bytes)]);
+      parts.push(table(`Saved by stage: ${found.where}`, ["stage", "computing", "at its peak"], rows));
+    }
+    if (found.changed.length) parts.push(h("p", {}, `Without it, what else is not as in the plan: ${found.changed.join(", ")}.`));
   }
   if (plan.stages.length) {
     const rows: Cell[][] = plan.stages.map((stage, index) => [
