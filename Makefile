@@ -4,6 +4,7 @@
 #             and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
 # make lint   ruff, mypy, import contracts
 # make parsers  what reads the files that `parloom export` writes for other frameworks, for their tests
+# make docs   the documentation as a site in build/site, in an environment of its own (half a minute)
 # make web    the program of the page that `parloom report` writes (needs npm)
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := build/docs
 # Extra arguments: make test ARGS="-k zoo"
 ARGS ?=
 SEED ?= $(shell date +%Y%m%d)
@@ -22,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test nightly lint format parsers web clean
+.PHONY: demo test nightly lint format parsers docs web clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -54,6 +56,18 @@ parsers: $(STAMP) $(VENV)/parsers/.installed
 $(VENV)/parsers/.installed: tests/parsers.txt
 	@rm -rf $(VENV)/parsers
 	@$(BIN)/python -m pip install --quiet --no-input -c constraints.txt --no-deps --target $(VENV)/parsers -r tests/parsers.txt
+	@touch $@
+
+# Its packages are apart, without dependencies: every version is in docs/requirements.txt.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@! grep -rlE '(src|href)="https?://[^"]*\.(js|css|woff2?)' build/site || { echo "build/site loads these from a network" >&2; exit 1; }
+	@echo "build/site/index.html: open it in a browser; it needs no network"
+
+$(DOCS)/.installed: docs/requirements.txt
+	@rm -rf $(DOCS)
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --no-input -c constraints.txt --no-deps -r docs/requirements.txt
 	@touch $@
 
 web:

@@ -8,7 +8,7 @@ architectures. Each model runs in a process of its own, which is ended after `--
 it is captured, its loss and gradients are compared with the model's to the bit, its operators are
 counted, and data_parallel, fsdp, megatron at each degree and random legal plans on four gloo ranks
 are compared with one device (`gate.py`). Exit code 1 where something differs or fails.
-`support_matrix.py` writes the README's table from the JSON.
+`support_matrix.py` writes the table of `docs/support.md` from the JSON.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Random plans of the space that `auto` searches (`docs/space.md`).
+"""Random plans of the space that `auto` searches (`docs/explanation/search.md`).
 
 All calls of an operator of a block kind have one layout; weights that are alike are stored alike,
 and block calls side by side recompute alike. Nothing here is shared with the search.

@@ -66,9 +66,11 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan import Optimizer, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.verify import verify_decisions
-from parloom.rewrite.alternatives import alternatives, fused, with_few_rules
+from parloom.rewrite.follows import with_few_rules
+from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import derived, takes_of
+from parloom.rewrite.substitutions import by_rules, directions
 from parloom.rewrite.take import Take, compatible
 from parloom.search.request import with_dtypes
 
@@ -144,11 +146,13 @@ def rank_trains(  # noqa: PLR0917 - what a fork is given
 
 
 def ways(graph: Graph) -> list[Take]:
-    """All ways to compute values of a graph."""
+    """What one rule at one place makes of a graph, calls that are fused, and merges."""
     found = list(merges(graph))
     for own in (*graph.functions, graph.main):
-        every = (*fused(graph, own), *alternatives(graph, own))
-        found += compatible(own, [one.take for one in every])
+        every = list(fusions(graph, own))
+        for one in by_rules(graph, own, directions(own)):
+            every += one.takes
+        found += compatible(own, every)
     return found
 
 

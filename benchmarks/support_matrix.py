@@ -1,9 +1,9 @@
-"""Writes the README's support matrix from what `breadth.py` found.
+"""Writes the support matrix, and its summary in the README, from what `breadth.py` found.
 
     python benchmarks/support_matrix.py [--check]
 
-Reads `benchmarks/breadth.json` and replaces the README between the two markers; `--check` only says
-whether it would change, by exit code 1.
+Reads `benchmarks/breadth.json` and replaces what is between two markers of both pages; `--check`
+only says whether they would change, by exit code 1.
 """
 
 import argparse
@@ -15,8 +15,11 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/breadth.json"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs/support.md"
 BEGIN = "<!-- support matrix: written by benchmarks/support_matrix.py, do not edit -->"
 END = "<!-- end of support matrix -->"
+BEGIN_SUMMARY = "<!-- support summary: written by benchmarks/support_matrix.py, do not edit -->"
+END_SUMMARY = "<!-- end of support summary -->"
 Row = dict[str, Any]
 Document = dict[str, Any]
 ROUNDING = 1e-5  # single precision sums in another order, where torch picks another kernel
@@ -126,11 +129,32 @@ def wrong(row: Row) -> Iterator[str]:
             yield f"- {row['model']}, {plan}: {found}"
 
 
-def updated(readme: str, document: Document) -> str:
-    """The README with the matrix of a document of results."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{matrix(document)}\n{END}{after}"
+def summary(document: Document) -> str:
+    """The matrix in a sentence."""
+    rows: list[Row] = document["rows"]
+    plans = [found for row in rows for found in row.get("plans", {}).values()]
+    equal = sum(not isinstance(found, str) for found in plans)
+    return (
+        f"Small copies of {len(rows)} models were captured and trained on four ranks under"
+        f" {len(plans)} plans: {equal} of these\nare equal to one device to 1e-9 in losses,"
+        " gradients, weights and buffers."
+    )
+
+
+def updated(page: str, document: Document) -> str:
+    """The page of the support matrix with that of a document of results."""
+    return _between(page, BEGIN, matrix(document), END)
+
+
+def summarized(readme: str, document: Document) -> str:
+    """The README with the summary of a document of results."""
+    return _between(readme, BEGIN_SUMMARY, summary(document), END_SUMMARY)
+
+
+def _between(page: str, begin: str, text: str, end: str) -> str:
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def read(path: Path) -> Document:
@@ -143,11 +167,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    old = README.read_text(encoding="utf-8")
-    new = updated(old, read(RESULTS))
-    if not args.check:
-        README.write_text(new, encoding="utf-8")
-    return int(args.check and new != old)
+    document, changed = read(RESULTS), False
+    for path, write in ((PAGE, updated), (README, summarized)):
+        old = path.read_text(encoding="utf-8")
+        new = write(old, document)
+        changed |= new != old
+        if not args.check:
+            path.write_text(new, encoding="utf-8")
+    return int(args.check and changed)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "dlrm_criteo": {"scale": 0.002, "width": 2000},
         "gnmt": {"seq": 6, "vocab": 24, "width": 8, "depth": 3},
         "gpt": {"seq": 8, "vocab": 24, "width": 16, "depth": 2, "heads": 4},
+        "gpt2": {"seq": 8, "vocab_size": 24, "width": 16, "depth": 2, "heads": 4, "n_positions": 8},
         "gshard": {
             "seq": 8, "vocab": 24, "width": 8, "depth": 4, "heads": 2, "head_width": 4,
             "inner": 16, "experts": 4,

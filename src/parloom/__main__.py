@@ -38,7 +38,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     importing = False
     while frame is not None:
         importing |= frame.f_code.co_filename.startswith("<frozen importlib")
-        if importing and _searches(frame):
+        if importing and _searches(frame) and hasattr(signal, "setitimer"):  # not on Windows
             signal.signal(signal.SIGALRM, _interrupt)
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
             return

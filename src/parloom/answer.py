@@ -52,7 +52,8 @@ def answer(request: Request, origin: Origin, pins: Sequence[Pin], memory: str, s
     """The best plan, with `constraints` that say what each pin costs and, where `memory` says how
     much was asked for, that limit.
 
-    Raises `InputError` for pins that cannot be held, `InfeasibleError` where nothing fits.
+    Raises `InputError` for pins of what is not there, `InfeasibleError` where nothing holds them
+    all, or nothing fits.
     """
     factored = factorize(request.graph)
     request = replace(request, pinned=resolve(pins, request.graph, factored))
@@ -122,21 +123,29 @@ def _shortage(
     needed_mib = ceil(small.prediction.peak_bytes / MIB)
     flags, words = f"--memory {needed_mib}MiB", f"{size} are needed"
     say(f"nothing fits, {small.name} is the smallest: {size}; Ctrl-C ends pricing what would")
-    changes = [change(flags, words, request, small)]
+    possible = needed_mib * MIB <= memory_of(request.cluster)  # and not only with other devices
+    changes = [change(flags, words, request, small)] if possible else []
     untried: tuple[str, ...] = ()
+    not_enough: list[str] = []
     blamed: list[str] = []
     if origin.source.is_factory:
         untried = ("a smaller batch, which the factory has to make",)
     try:
-        roomier = _roomier(replace(request, limit_bytes=needed_mib * MIB), small)
-        changes = [change(flags, words, request, roomier)]
+        if possible:
+            roomier = _roomier(replace(request, limit_bytes=needed_mib * MIB), small)
+            changes = [change(flags, words, request, roomier)]
         for other in priced_changes(request, origin, say):
-            changes.append(other)
+            if isinstance(other, str):
+                not_enough.append(other)
+            else:
+                changes.append(other)
         blamed = _blamed(request)
     except (KeyboardInterrupt, StoppedError):
         untried = (*untried, "the rest: interrupted")
     changes.sort(key=lambda other: (other.device_s, other.flags))
-    shortage = replace(shortage, changes=tuple(changes), untried=untried)
+    shortage = replace(
+        shortage, changes=tuple(changes), not_enough=tuple(not_enough), untried=untried
+    )
     text, document = shortage_text(shortage), shortage_document(shortage)
     if blamed:
         text += "\nwithout these pins a plan fits; give up one:" + "".join(
@@ -253,6 +262,6 @@ def check_gap(plan: Plan, allowed: float | None) -> None:
         spent = plan.status is Status.OUT_OF_BUDGET
         raise GapError(
             f"{what}, --require-gap is {allowed:g}; the plan is the best that was found, and its"
-            " bound supposes that all overlaps (docs/space.md): ask for less"
+            " bound supposes that all overlaps (docs/explanation/search.md): ask for less"
             f"{', or a larger --budget' if spent else ''}"
         )

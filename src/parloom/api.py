@@ -14,6 +14,7 @@ from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_a
 from parloom.capture import capture as _capture
 from parloom.capture.ambient import settings
 from parloom.capture.live import spec_of
+from parloom.capture.load import full_name
 from parloom.capture.microbatch import capture_microbatch, split_of
 from parloom.capture.ranges import ranges_of
 from parloom.cost.calibration import Calibration, calibration_to_json
@@ -25,6 +26,7 @@ from parloom.errors import CaptureError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
 from parloom.execute.consistent import check_results
+from parloom.execute.detect import cluster_here, detect, found_words
 from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
@@ -96,11 +98,12 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     process alone can prove its plan.
 
     `optimizer` is a class of torch.optim, its name, or an optimizer; the default is what the
-    model's factory returned, or adamw. `cluster` is a spec or a file's path. With
+    model's factory returned, or adamw. `cluster` is a spec or a file's path; without one,
+    this machine. With
     `batch_semantics` "microbatch" the loss is the mean of those of `microbatches` microbatches,
     each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
-    `pin` and `forbid` fix layouts and rule them out (docs/pins.md), `budget` ends the search after
-    so much work.
+    `pin` and `forbid` fix layouts and rule them out (docs/reference/pins.md), `budget` ends the
+    search after so much work.
 
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).
@@ -116,7 +119,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         "seed": seed,
     }
     searching: Asked = {
-        "cluster": cluster.spec if isinstance(cluster, LoadedCluster) else cluster,
+        "cluster": _spec_of(cluster, progress),
         "method": method,
         "memory": memory,
         "devices": devices,
@@ -132,6 +135,17 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     found = search(capture(spec, **capturing, progress=progress), **searching, progress=progress)
     check_gap(found, require_gap)
     return found
+
+
+def _spec_of(cluster: str | LoadedCluster, progress: Say) -> str:
+    """A cluster as text; that of this machine, which is said, where none was named."""
+    if isinstance(cluster, LoadedCluster):
+        return cluster.spec
+    if cluster:
+        return cluster
+    here = detect()
+    progress(found_words(here))
+    return cluster_here(here).spec
 
 
 def check_asked(model: str, asked: Asked) -> None:
@@ -164,7 +178,13 @@ def capture(
     dtype = DTYPES.get(dtype, dtype) if dtype else None
     asked_for = named_optimizer(optimizer) if optimizer else None
     apart = (microbatches or 1) if batch_semantics == MICROBATCH else 1
-    source = ModelSource(model, batch, seq, dtype)
+    told: tuple[str, ...] = ()
+    if (bundled := full_name(model)) != model:
+        told = (
+            f"{model} is {bundled}, which parloom brings; the Hub's is openai-community/{model}",
+        )
+        progress(told[0])
+    source = ModelSource(bundled, batch, seq, dtype)
     with ForkServer() as server:  # before anything of the model is imported
         progress(f"building {model}")
         loaded = load_abstract(model, batch=batch, seq=seq, dtype=dtype, seed=seed)
@@ -196,7 +216,7 @@ def capture(
         chosen,
         graph,
         evaluation,
-        (*equal, f"batch as built: {shapes}"),
+        (*told, *equal, f"batch as built: {shapes}"),
         (*other, *remarks(loaded.model, graph), *notes),
         seed,
         settings(),
@@ -264,9 +284,11 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     return machine.play(lowered(plan), plan.decisions, plan.optimizer)
 
 
-def source_of(plan: Plan, calibration: str | Path | None = None) -> Source:
-    """Where the numbers of `simulate` come from, and how far they may be off."""
-    return machine_of(plan, calibration).source(*lowered(plan).pcgs)
+def source_of(plan: Plan, calibration: str | Path | None = None, *, peak_bytes: int = 0) -> Source:
+    """Where the numbers of `simulate` come from, and how far they may be off where it holds
+    `peak_bytes` at most.
+    """
+    return machine_of(plan, calibration).source(*lowered(plan).pcgs, peak_bytes=peak_bytes)
 
 
 def observed(plan: Plan, log: str | Path) -> list[StageTimes]:

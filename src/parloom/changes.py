@@ -51,11 +51,15 @@ class Origin:
     alone: bool = True
 
 
-def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change]:
-    """The least of every kind of change to which a plan fits."""
+def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change | str]:
+    """The least of every kind of change to which a plan fits; the flags of the largest of a kind
+    to none of which one does.
+    """
     request = replace(request, wanted=Wanted.PRICE)
     for series in (_optimizer, _dtype, _method, _microbatches, _batch, _devices, _nodes):
+        largest = ""
         for flags, words, other in series(request, origin):
+            largest = flags
             if not _may_fit(other):
                 continue
             say(f"trying {flags}")
@@ -67,6 +71,9 @@ def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Chang
                 continue
             yield change(flags, words, other, found.best)
             break
+        else:
+            if largest:
+                yield largest
 
 
 def chosen(request: Request) -> Choice:

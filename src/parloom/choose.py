@@ -25,7 +25,14 @@ from parloom.ir.plan import (
 from parloom.ir.verify import verify_decisions
 from parloom.objectives import proposed, rank, value_of
 from parloom.report.mixed import left_out_words
-from parloom.report.words import INTERRUPTED, idle_words, part_words, splits, uneven_words
+from parloom.report.words import (
+    INTERRUPTED,
+    idle_words,
+    part_words,
+    splits,
+    tight_words,
+    uneven_words,
+)
 from parloom.rewrite.rewrites import changes_tensors, derived
 from parloom.search.conflicts import broken
 from parloom.search.optimize import SAME
@@ -145,8 +152,9 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
     uneven = () if even else uneven_words(request.samples, cluster.num_devices)
     notes = (
         *([f"{best.method}: {INTERRUPTED}"] if stopped else []),
-        *_other_devices(request, best, fitting),
+        *(() if stopped else _other_devices(request, best, fitting)),
         *uneven,
+        *tight_words(cluster, best.prediction.peak_bytes),
         *idle_words(best.decisions, _why_idle(request, found.found)),
         *found.refused,
     )

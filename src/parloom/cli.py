@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from parloom import __version__, arguments
+from parloom.cli_cluster import cluster_app, named_or_here
 from parloom.cli_money import plan_front, scale, tokens_of
 from parloom.cli_options import (
     BUDGET,
@@ -40,6 +41,7 @@ from parloom.cli_options import (
     AsJson,
     Batch,
     Calibrated,
+    Clusters,
     Days,
     Dtype,
     Memory,
@@ -83,19 +85,15 @@ app = typer.Typer(
     help="Plan, prove, predict and run parallel training of an unmodified PyTorch model.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="rich",
 )
-cluster_app = typer.Typer(no_args_is_help=True, help="Look at a cluster spec or file.")
 app.add_typer(cluster_app, name="cluster")
 
 
 @app.command()
 def plan(
     model: Model,
-    cluster: Annotated[
-        str, typer.Option(metavar="C[,C..]", help="2x8xH100, 8xH100, 4xcpu, or a YAML file.")
-    ],
+    cluster: Clusters = None,
     batch: Batch = None,
     seq: Sequence = None,
     dtype: Annotated[
@@ -129,6 +127,7 @@ def plan(
     """Find the fastest plan that fits and save it with its generated source."""
     if batch_norm != "global":
         raise NotYetError(f"not yet: --batch-norm {batch_norm} is still to come")
+    cluster = named_or_here(cluster)
     captured: Asked = {
         "batch": batch,
         "seq": seq,
@@ -174,6 +173,7 @@ def _plan(
     loaded = resolve_cluster(cluster, parse_prices(searched["price"]))
     from parloom import api
     from parloom.execute.files import check_folder, default_folder
+    from parloom.execute.shrink import needs_copy
     from parloom.report import terminal
 
     api.check_asked(model, captured | searched)
@@ -195,7 +195,8 @@ def _plan(
         show_json(terminal.plan_document(found, loaded.cluster, capture_s, search_s, path, in_run))
     else:
         given = searched["calibration"]
-        _print(terminal.plan_screen(found, loaded.cluster, paths, given, in_run))
+        prove = " --shrink" if needs_copy(found) else ""
+        _print(terminal.plan_screen(found, loaded.cluster, paths, given, in_run, prove))
     if found.interrupted:
         raise typer.Exit(130)
     api.check_gap(found, gap)
@@ -255,47 +256,6 @@ def run(
     raise typer.Exit(api.run(path, script, **usual))
 
 
-@cluster_app.command("show")
-def cluster_show(
-    cluster: Annotated[
-        str | None, typer.Argument(metavar="C", help="A spec or a YAML file.")
-    ] = None,
-    known: Annotated[bool, typer.Option("--known", help="List the known devices.")] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Print a cluster's devices, levels, host and price, and what had to be assumed."""
-    from parloom.report import clusters
-
-    if known or cluster is None:
-        show_json(clusters.devices_document()) if as_json else _print(clusters.devices_screen())
-        return
-    loaded = resolve_cluster(cluster)
-    if as_json:
-        show_json(clusters.cluster_document(loaded.cluster, loaded.assumptions))
-    else:
-        _print(clusters.cluster_screen(loaded.cluster, loaded.assumptions))
-
-
-@cluster_app.command("check")
-def cluster_check(
-    cluster: Annotated[str, typer.Argument(metavar="C", help="A spec or a YAML file.")],
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
-    """Read a cluster strictly: exit 0, or 2 with the line and column of the first fault."""
-    loaded = resolve_cluster(cluster)
-    found = loaded.cluster
-    if as_json:
-        document = {"ok": True, "name": found.name, "num_devices": found.num_devices}
-        show_json(document | {"assumptions": list(loaded.assumptions)})
-    elif found.parts:
-        parts = ", ".join(f"{part.count} x {part.cluster.name}" for part in found.parts)
-        _print(f"{cluster}: fine: {found.name}, {parts}")
-    else:
-        _print(f"{cluster}: fine: {found.name}, {found.num_devices} x {found.device.name}")
-
-
 @app.command()
 def doctor(as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Versions, backends, processors and memory, ready to paste (exit 8 where nothing can run)."""
@@ -333,7 +293,8 @@ def simulate(
     seen = api.observed(chosen, run_log) if run_log else []
     spans = [of_stage.actions for of_stage in seen]
     beside = observed.observed_timeline(spans) if seen else None
-    played, source = api.simulate(chosen, calibration), api.source_of(chosen, calibration)
+    played = api.simulate(chosen, calibration)
+    source = api.source_of(chosen, calibration, peak_bytes=played.peak_bytes)
     if warning := uncalibrated_words(chosen, source):
         _say(warning)
     names = process_names(chosen.decisions)
@@ -473,7 +434,7 @@ def export(
     if as_json:
         show_json(document)
         return
-    _print("\n".join(exporting.export_lines(document)))
+    _print(exporting.export_screen(document))
 
 
 app.command()(scale)

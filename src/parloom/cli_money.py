@@ -54,7 +54,7 @@ def plan_front(
     asked = {key: value for key, value in searched.items() if key not in ("cluster", "objective")}
     from parloom import api, fronts
     from parloom.execute.files import check_folder, default_folder, write_atomic
-    from parloom.report.fronts import front_document, front_screen
+    from parloom.report.fronts import FRONT, front_document, front_screen
 
     in_run, days = wanted["in_run"], wanted["days"]
     by = wanted["by"] or (Objective.TIME if days is None else Objective.COST)
@@ -77,7 +77,7 @@ def plan_front(
     folder = out or default_folder(model, shown.best.cluster if shown.best else "", plan)
     paths = api.save(plan, folder)
     document = front_document(shown, str(paths["plan"]))
-    kept = write_atomic(folder / "front.json", json.dumps(document, indent=2) + "\n")
+    kept = write_atomic(folder / FRONT, json.dumps(document, indent=2) + "\n")
     if as_json:
         show_json(document)
     else:

@@ -46,6 +46,12 @@ Sequence = Annotated[int | None, typer.Option(min=1, help="Sequence length.")]
 OptimizerName = Annotated[
     str | None, typer.Option(help="A class of torch.optim; default: the factory's, or adamw.")
 ]
+Clusters = Annotated[
+    str | None,
+    typer.Option(
+        metavar="C[,C..]", help="2x8xH100, 8xH100, 4xcpu, or a YAML file; default: this machine."
+    ),
+]
 Tokens = Annotated[
     str | None,
     typer.Option(metavar="COUNT", help="Tokens of the whole run, as 2T, 300B or 1.5e12."),
@@ -67,7 +73,7 @@ Price = Annotated[
 OBJECTIVE = "The fastest plan (default), the cheapest a step, or the least peak memory."
 PIN = (
     "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
-    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/pins.md); may be repeated."
+    " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/reference/pins.md); may be repeated."
 )
 FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."

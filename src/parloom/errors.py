@@ -59,7 +59,7 @@ class NotYetError(ParloomError):
 
 
 class InfeasibleError(ParloomError):
-    """No plan fits the memory that there is; `document` says why in JSON values."""
+    """No plan fits the memory, or none holds all pins; `document` says why in JSON values."""
 
     exit_code = 3
 

@@ -178,12 +178,11 @@ def check_comparable(plan: Plan, other: Plan, name: str) -> None:
 def case_of(plan: Plan, calibration: str | Path | None = None) -> Case | PipelineCase:
     """A plan with its programs, prices and step on the cluster that it was made for."""
     machine, stages = machine_of(plan, calibration), lowered(plan)
-    source, cluster = machine.source(*stages.pcgs), machine.cluster
+    cluster, played = machine.cluster, machine.play(stages, plan.decisions, plan.optimizer)
+    source = machine.source(*stages.pcgs, peak_bytes=played.peak_bytes)
     if len(stages.pcgs) > 1:
-        played = machine.play(stages, plan.decisions, plan.optimizer)
         player = StagePlayer(cluster, plan.optimizer, machine.kernels)
         return PipelineCase(plan, cluster, played, source, stages, player)
     pcg = stages.only
     found = priced(pcg, cluster, plan.decisions, plan.optimizer, machine.kernels)
-    timeline = machine.simulate(pcg, plan.decisions, plan.optimizer)
-    return Case(plan, cluster, timeline, source, pcg, found)
+    return Case(plan, cluster, played, source, pcg, found)

@@ -5,14 +5,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from parloom.errors import InexpressibleError, InputError, nearest
 from parloom.execute.files import read_plan, write_atomic
 from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
 from parloom.export import model_explorer as explorer
 from parloom.export.description import Description, describe
+from parloom.export.launch import STARTS, job_of, launch_file
 from parloom.export.launch import TARGETS as LAUNCHERS
-from parloom.export.launch import job_of, launch_file
 from parloom.export.settings import Settings
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
@@ -62,12 +65,17 @@ def export(
     return document | {"file": str(write_atomic(Path(out) / name, text))}
 
 
-def export_lines(document: Mapping[str, Any]) -> list[str]:
+def export_screen(document: Mapping[str, Any]) -> RenderableType:
     """What was written, and what it does not say, for a terminal."""
+    return Group(*map(Text, _lines(document)))
+
+
+def _lines(document: Mapping[str, Any]) -> list[str]:
     plan = f"plan {document['plan_hash']}"
     if "nodes" in document:
         ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
-        return [f"{document['file']}: {ranks} of {plan}"]
+        start = STARTS[document["to"]].format(document["file"])
+        return [f"{document['file']}: {ranks} of {plan}", f"next: {start}"]
     if document["to"] == EXPLORER:
         return [f"{document['file']}: the program of {plan}"]
     missing = document["not_expressible"]

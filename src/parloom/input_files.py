@@ -18,6 +18,8 @@ KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 MIB = 1 << 20
+# Without O_NONBLOCK, opening a pipe waits for its writer. Systems have some of these each.
+FLAGS = os.O_RDONLY | sum(getattr(os, n, 0) for n in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 
 
 def read_input(path: Path, what: str, most_bytes: int, advice: str = "") -> bytes:
@@ -27,8 +29,7 @@ def read_input(path: Path, what: str, most_bytes: int, advice: str = "") -> byte
     """
     hint = f"; {advice}" if advice else ""
     try:
-        # Without O_NONBLOCK, opening a pipe waits for its writer.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, FLAGS)
         with open(handle, "rb") as file:
             mode = os.fstat(handle).st_mode
             if not stat.S_ISREG(mode):

@@ -1,12 +1,13 @@
 """Answers to `parloom report`: plans as one page that needs no network."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parloom.cost.timeline import Timeline
-from parloom.errors import ParloomError
+from parloom.errors import InputError, ParloomError
 from parloom.execute.files import read_plan, write_atomic
 from parloom.execute.log import last_observed
 from parloom.execute.machine import machine_of
@@ -14,6 +15,7 @@ from parloom.explain import Say, case_of, check_comparable, other_plan
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 from parloom.report.case import Case, PipelineCase
+from parloom.report.fronts import FRONT, read_front
 from parloom.report.observed import observed_timeline
 from parloom.report.page.document import report_document
 from parloom.report.page.html import page
@@ -44,6 +46,11 @@ def report(
         _side(plan, name, run if index == 0 else None, calibration, progress)
         for index, (name, plan) in enumerate(zip(names, plans, strict=True))
     ]
+    fronts = (
+        None if isinstance(path, Plan) else _front(plan, Path(path))
+        for path, plan in zip(paths, plans, strict=True)
+    )
+    sides = [replace(side, front=front) for side, front in zip(sides, fronts, strict=True)]
     return report_document(sides, progress)
 
 
@@ -64,6 +71,17 @@ def _side(
     others = dict(_others(plan, calibration, say))
     observed = _observed(plan, Path(run)) if run is not None else None
     return Side(path, case_of(plan, calibration), play, others, observed)
+
+
+def _front(plan: Plan, path: Path) -> dict[str, Any] | None:
+    """What was planned on other clusters, where `parloom plan --pareto` left it with the plan."""
+    file = (path if path.is_dir() else path.parent) / FRONT
+    try:
+        return read_front(file.read_text(encoding="utf-8"), plan)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"cannot read {file}: {error}; delete it, or plan again") from None
 
 
 def _others(

@@ -192,7 +192,10 @@ def test_other_mistakes(tmp_path: Path) -> None:
 
 
 def test_unknown_hub_ids_say_what_was_tried() -> None:
-    with pytest.raises(InputError, match="as a Hub id its config could not be read"):
+    with pytest.raises(
+        InputError,
+        match="as a Hub id there is no network, and the config for nobody/no-such-model is not in",
+    ):
         load_model("nobody/no-such-model")
 
 

@@ -176,8 +176,9 @@ def test_pins_that_make_it_too_large_are_named(
 
 def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
     pins = ["layers.2=n", "layers.0=replicated", "layers.0=n:x"]
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InfeasibleError) as caught:
         api.search(captured, cluster=CLUSTER, pin=pins)
+    assert caught.value.document == {"pins": [f"--pin {pin}" for pin in pins[1:]]}
     assert str(caught.value) == (
         "no plan on a mesh of one or two axes holds these 2 together; give up one:\n  --pin layers.0=replicated\n"
         "  --pin layers.0=n:x"

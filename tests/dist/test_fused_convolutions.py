@@ -19,10 +19,12 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.plan import Plan
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.alternatives import fused
+from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.rewrites import derived, rewritten, takes_of
+from parloom.search.rewritten import made_together
 from parloom.rewrite.take import Take
 from parloom.rewrite.terms import calls_in
+from parloom.search.rewritten import made_together
 from tests.dist import lowered
 from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE, difference, parallel
@@ -77,7 +79,7 @@ def towers(seed: int) -> Model:
 
 
 def takes(graph: Graph) -> list[Take]:
-    return [own.take for own in fused(graph, graph.main)]
+    return [take for take in fusions(graph, graph.main) if made_together(graph, [take])]
 
 
 def error(model: Model, graph: Graph) -> float:

@@ -68,3 +68,42 @@ def test_a_log_of_another_plan_is_refused(
     log.write_text(json.dumps({"plan_hash": "0" * 16}) + "\n")
     assert cli.main(["report", str(folder / "one"), "--run", str(log)]) == 2
     assert "has no run of this plan" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def beside(folder: Path) -> Path:
+    """A plan with what other devices cost beside it."""
+    command = ["plan", "zoo:mlp", "--cluster", "1x2xH100,2xA100-80GB", "--method", "data_parallel"]
+    assert cli.main([*command, "--pareto", "--out", str(folder / "front")]) == 0
+    return folder / "front"
+
+
+def test_what_other_devices_cost_is_drawn_with_the_plan(
+    beside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = json.loads((beside / "front.json").read_text(encoding="utf-8"))
+    for path in (beside, beside / "plan.json"):
+        capsys.readouterr()
+        assert cli.main(["report", str(path), "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        assert plan["front"]["rows"] == saved["rows"]
+        assert plan["front"]["unit"] == "sample"
+
+
+def test_a_front_of_another_plan_is_none_of_this_one(
+    beside: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_bytes((folder / "two" / "plan.json").read_bytes())
+    (tmp_path / "front.json").write_bytes((beside / "front.json").read_bytes())
+    assert cli.main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["front"] is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "parloom.front", "version": 2}', '{"rows": 1}'])
+def test_a_damaged_front_is_named(
+    text: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_bytes((folder / "one" / "plan.json").read_bytes())
+    (tmp_path / "front.json").write_text(text)
+    assert cli.main(["report", str(tmp_path), "--json"]) == 2
+    assert f"cannot read {tmp_path / 'front.json'}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""docs/exports.md says what the code does: its blocks are executed."""
+"""docs/reference/exports.md says what the code does: its blocks are executed."""
 
 import pytest
 
@@ -6,4 +6,4 @@ from tests.docs.page import check
 
 
 def test_page(pytestconfig: pytest.Config) -> None:
-    check("exports.md", update=pytestconfig.getoption("--update-docs"))
+    check("reference/exports.md", update=pytestconfig.getoption("--update-docs"))

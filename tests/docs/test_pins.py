@@ -1,11 +1,11 @@
-"""docs/pins.md: its command is executed, and each pin of its table can be asked of that model."""
+"""The page of pins: its command runs, and each pin of its table can be asked of that model."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from parloom import api, cli
+from parloom import api
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
@@ -14,11 +14,13 @@ from parloom.ir.text import parse_graph
 from parloom.search.conflicts import check_pins
 from parloom.search.pinned import resolve
 from parloom.search.pins import parse_pin
+from tests.docs.commands import executed, run
 from tests.docs.page import DOCS, blocks_of
-from tests.docs.test_readme_commands import executed
 
-PAGE = (DOCS / "pins.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "reference/pins.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"`([^`=\n]+=[^`\n]+)`", PAGE.split("| `NAME=LAYOUT` |")[1].split("\n\n")[0])
+
+pytestmark = pytest.mark.xdist_group("pages")
 
 
 def check(graph: Graph, cluster: str, text: str) -> None:
@@ -27,18 +29,10 @@ def check(graph: Graph, cluster: str, text: str) -> None:
     check_pins(pinned, factored, load_cluster(cluster))
 
 
-def test_the_command_and_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_and_the_table(reader: Path) -> None:
     (block,) = (b for b in blocks_of(PAGE) if b.language == "console")
-    monkeypatch.chdir(tmp_path)
-
-    def run(arguments: list[str]) -> str:
-        short = [*arguments, "--budget", "100", "--out", "here"]
-        assert cli.main(short) == 0, capsys.readouterr().err
-        return ""
-
-    assert executed(block.text, run) == block.text
+    short = ["--budget", "100", "--out", "here"]
+    assert executed(block.text, lambda words: run([*words, *short])) == block.text
     plan = api.load(Path("here"))
     graph = parse_graph(plan.graph)
     assert len(LISTED) >= 15

@@ -1,4 +1,4 @@
-"""The README's support matrix is what the benchmark found, and the benchmark found all well."""
+"""The support matrix is what the benchmark found, and the benchmark found all well."""
 
 import importlib.util
 from pathlib import Path
@@ -11,6 +11,7 @@ from parloom import zoo
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/support.md").read_text(encoding="utf-8")
 LISTED = (
     "BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM", "MixtralForCausalLM",
     "T5ForConditionalGeneration", "BartForConditionalGeneration", "ViTForImageClassification",
@@ -36,18 +37,21 @@ def document(writer: ModuleType) -> dict[str, Any]:
     return found
 
 
-def test_readme_and_results_agree(writer: ModuleType, document: dict[str, Any]) -> None:
-    assert writer.updated(README, document) == README, "run benchmarks/support_matrix.py"
+def test_pages_and_results_agree(writer: ModuleType, document: dict[str, Any]) -> None:
+    assert writer.updated(PAGE, document) == PAGE, "run benchmarks/support_matrix.py"
+    assert writer.summarized(README, document) == README, "run benchmarks/support_matrix.py"
 
 
-def test_another_result_is_another_readme(writer: ModuleType, document: dict[str, Any]) -> None:
+def test_another_result_is_another_page(writer: ModuleType, document: dict[str, Any]) -> None:
     first, *rest = document["rows"]
     changed = {**first, "plans": {**first["plans"], "fsdp 4": "gradient of x"}}
-    text = writer.updated(README, {**document, "rows": [changed, *rest]})
+    text = writer.updated(PAGE, {**document, "rows": [changed, *rest]})
     assert "13 of 14" in text
     assert f"- {first['model']}, fsdp 4: gradient of x" in text
     failed = {"model": "M", "date": first["date"], "failed": "no such thing"}
-    assert "- M: no such thing" in writer.updated(README, {**document, "rows": [failed, first]})
+    assert "- M: no such thing" in writer.updated(PAGE, {**document, "rows": [failed, first]})
+    one_less = writer.summarized(README, {**document, "rows": [changed, *rest]})
+    assert one_less != README
 
 
 def test_every_listed_model_is_there(document: dict[str, Any]) -> None:

@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from parloom.comparators import tensat
-from parloom.comparators.extraction import cheapest
-from parloom.comparators.one_device import FunctionCosts
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.substitutions import applied, directions, substitutions, with_function
 from parloom.rewrite.take import ends_of
+from parloom.search.extraction import cheapest
+from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.pinned import NONE
 from tests.property.test_bodies import computed, random_graph
 from tests.unit.test_fixed_form import request_of
@@ -24,7 +24,7 @@ CALLS, ROUNDS, SAME = 200, 2, 1.001
 def test_the_cheapest_function_is_extracted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensat, "ROUNDS", ROUNDS)
     graph = random_graph(Random(seed))
-    costs = FunctionCosts(request_of(graph), graph.main.name)
+    costs = FunctionCosts(OneDevice(request_of(graph)), graph.main.name)
     body = Body(graph.main, CALLS)
     tensat.saturate(body, NONE)
     found = cheapest(body, ends_of(graph, graph.main), costs)

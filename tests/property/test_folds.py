@@ -12,14 +12,19 @@ from parloom.execute.reference import evaluate
 from parloom.ir.graph import Graph
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.alternatives import alternatives, replaced, with_few_rules
+from parloom.rewrite.bodies import Body
 from parloom.rewrite.folds import NORM, SCALE, SHIFT, folds
+from parloom.rewrite.follows import with_few_rules
 from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.rewrites import derived
 from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import counterexample, prove, rule
+from parloom.rewrite.substitutions import applied, by_rules, differences, directions
 from parloom.rewrite.take import Take, parse_take
-from parloom.rewrite.trained import Trained
+from parloom.search.may_pay import Values
+from parloom.search.one_device import FunctionCosts, OneDevice
+from parloom.search.worthwhile import weights_of
+from tests.unit.test_fixed_form import request_of
 
 Layer = tuple[str, str, str, str]
 # The shapes of the input and of the weight, the call, and the shape of its result.
@@ -100,12 +105,17 @@ def computed(graph: Graph) -> dict[str, Tensor]:
 
 
 def folded(graph: Graph, named: set[str]) -> Take:
-    """The first way to compute the last value by rules that have all of these."""
-    for way in alternatives(graph, graph.main):
-        if way.take.values == ("n",) and way.take.call.op not in ("add", "mul", "batch_norm"):
-            take = with_few_rules(graph.main, way.take)
-            if take is not None and named <= set(take.rules):
-                return take
+    """The way to compute the last value that these rules make, each of them once."""
+    after = graph.main
+    for _ in named:
+        there = replace(graph, main=after)
+        ways = [w for w in directions(after) if w.rule.id in named and w.result == w.rule.right[0]]
+        every = (applied(graph, after, found) for found in by_rules(there, after, ways))
+        after = next((made for made in every if made is not None), after)
+    for way in differences(graph.main, after, tuple(sorted(named))):
+        take = with_few_rules(graph.main, way) if way.values == ("n",) else None
+        if take is not None and named <= set(take.rules):
+            return take
     raise AssertionError(f"nothing is folded by {named}")
 
 
@@ -181,9 +191,8 @@ def trains_more(graph: Graph, take: Take, *frozen: str) -> bool:
         replace(e, trainable=e.trainable and e.target not in frozen) for e in graph.inputs
     )
     graph = replace(graph, inputs=inputs)
-    found = replaced(graph, graph.main, take)
-    assert found is not None
-    return Trained(graph).grows(graph.main, found.new)
+    body, costs = Body(graph.main, 1000), FunctionCosts(OneDevice(request_of(graph)), "main")
+    return Values(body, costs, weights_of(graph, graph.main)).grows(take.call, body.classes)
 
 
 def test_folds_in_frozen_weights_make_no_gradients_of_them() -> None:

@@ -11,7 +11,6 @@ from parloom.errors import InputError
 from parloom.ir.graph import Graph, Node
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.alternatives import fused
 from parloom.rewrite.axioms import prove_by_axioms
 from parloom.rewrite.horizontal import Along, Kind, fusions, is_fusion, joinable, refusal
 from parloom.rewrite.merge import refusal as merge_refusal
@@ -19,6 +18,7 @@ from parloom.rewrite.merge import rule_of
 from parloom.rewrite.rewrites import derived
 from parloom.rewrite.rules import counterexample, prove
 from parloom.rewrite.take import compatible, with_takes
+from parloom.search.rewritten import made_together
 from tests.property.cases import all_cases
 from tests.property.one_operator import Program
 from tests.property.test_bodies import computed
@@ -178,7 +178,7 @@ def test_what_is_fused_computes_the_same(seed: int) -> None:
     loss = graph.loss
     assert loss is not None
     expected = computed(graph.main)[loss]
-    takes = [one.take for one in fused(graph, graph.main)]
+    takes = [take for take in fusions(graph, graph.main) if made_together(graph, [take])]
     assert takes
     for take in takes:
         found = derived(graph, [str(take)])

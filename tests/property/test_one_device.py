@@ -5,9 +5,9 @@ from random import Random
 import pytest
 
 from parloom.comparators.fixed_form import work_ps
-from parloom.comparators.one_device import FunctionCosts
 from parloom.ir.graph import Graph
 from parloom.rewrite.substitutions import applied, directions, substitutions, with_function
+from parloom.search.one_device import FunctionCosts, OneDevice
 from tests.property.test_bodies import random_graph
 from tests.unit.graphs import stack
 from tests.unit.test_fixed_form import gated, request_of, summed
@@ -27,7 +27,7 @@ def test_a_rewritten_function_costs_what_the_graph_does(graph: Graph) -> None:
     request = request_of(graph)
     whole = work_ps(request, ())
     for function in (*graph.functions, graph.main):
-        costs = FunctionCosts(request, function.name)
+        costs = FunctionCosts(OneDevice(request), function.name)
         own = costs.of(function)
         assert own <= whole
         found = list(substitutions(graph, function, directions(function)))

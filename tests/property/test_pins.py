@@ -18,7 +18,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
-from parloom.errors import InputError
+from parloom.errors import InfeasibleError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
@@ -80,7 +80,8 @@ def found_step_ps(
 @given(st.integers(0, 10**6))
 def test_a_pinned_search_finds_what_enumeration_finds(seed: int) -> None:
     """The meaning of the pins is written out by hand here. Graphs are left out of which the space
-    leaves out plans that a pin may ask for (weights that several operators read, `docs/space.md`).
+    leaves out plans that a pin may ask for (weights that several operators read,
+    `docs/explanation/search.md`).
     """
     rng = Random(seed)
     graph = random_graph(rng)
@@ -245,7 +246,7 @@ def test_pins_that_no_mesh_can_hold_are_an_error_of_candidates() -> None:
     graph = model()
     asked = request_of(graph, EIGHT, "0.up=n:x", "1.up=k:x")
     assert not candidates(replace(asked, method="auto"), lambda text: None).found
-    with pytest.raises(InputError, match="holds these 2 together; calls of one block kind"):
+    with pytest.raises(InfeasibleError, match="holds these 2 together; calls of one block kind"):
         smallest(asked)
 
 
@@ -262,7 +263,7 @@ def test_pins_that_only_a_finer_mesh_holds_are_refused_in_so_many_words() -> Non
     split = ("d0", (x,)), ("k", (y,)), ("n", (z,))
     plan = Decisions(one_stage(finer), (NodeDecision("fc:linear#0", split),))
     assert broken(asked.pinned, graph, plan) is None
-    with pytest.raises(InputError, match="no plan on a mesh of one or two axes holds these"):
+    with pytest.raises(InfeasibleError, match="no plan on a mesh of one or two axes holds these"):
         smallest(asked)
 
 
@@ -333,5 +334,5 @@ def test_on_a_pinned_mesh_of_three_axes_pins_may_clash() -> None:
     graph = model()
     asked = request_of(graph, EIGHT, "mesh=2x2x2", "0.up=n:z", "0.up=k:z")
     assert not search(asked, Decisions(), lambda text: None).proposals
-    with pytest.raises(InputError, match="no plan on the mesh that is asked for"):
+    with pytest.raises(InfeasibleError, match="no plan on the mesh that is asked for"):
         raise conflict(asked, Decisions())

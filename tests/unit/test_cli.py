@@ -375,7 +375,7 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         (["plan", "m", "--clustr", "4xcpu"], "No such option: --clustr (Possible options: --clus"),
         (["plna", "m"], "No such command 'plna'. Did you mean 'plan'?"),
         (["plan"], "Missing argument 'MODEL'"),
-        (["plan", "m"], "Missing option '--cluster'"),
+        (["scale", "m"], "Missing option '--cluster'"),
         (["plan", "m", "--cluster", "2x8xH1000"], "unknown device 'H1000'; did you mean"),
         (["plan", "m", "--cluster", "lots"], "write nodes x devices x device as 2x8xH100"),
         (["plan", "m", "--cluster", "none.yaml"], "cannot read the cluster file none.yaml"),

@@ -292,6 +292,29 @@ def test_nodes_have_hosts_and_prices() -> None:
     assert load_cluster("4xcpu").price_per_hour is None
 
 
+@pytest.mark.parametrize(
+    ("spec", "devices"),
+    [
+        ("2x2xA100", 2),  # two nodes: each host has its own two
+        ("32x6xV100", 6),
+        ("16x1xH100", 1),
+        ("64x4xGB200", 4),
+        ("2x72xGB200", 4),  # a rack of trays
+        ("{device: A100, levels: [{name: NVLink3, size: 4, bandwidth: 300GB/s}]}", 4),
+        (
+            "{device: A100, levels: [{name: NVLink3, size: 2, bandwidth: 300GB/s},"
+            " {name: PCIe4, size: 2, bandwidth: 32GB/s},"
+            " {name: Ethernet, size: 2, bandwidth: 3GB/s}]}",
+            4,
+        ),
+    ],
+)
+def test_hosts_are_of_nodes(spec: str, devices: int) -> None:
+    host = load_cluster(spec).host
+    assert host is not None
+    assert host.num_devices == devices
+
+
 def test_one_port_for_a_node_is_shared() -> None:
     level = load_cluster("4x8xV100").levels[1]
     assert (level.link.bandwidth_bytes_per_s, level.oversubscription) == (3.125e9, 8)
@@ -407,7 +430,7 @@ def test_a_direction_that_is_said_is_believed(tmp_path: Path) -> None:
 
 
 def test_the_files_on_the_page_are_read(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/clusters.md"
+    page = Path(__file__).parents[2] / "docs/reference/clusters.md"
     texts = re.findall(r"^```yaml\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     found = [resolve_cluster(write(tmp_path, text)).cluster for text in texts]
     assert [cluster.num_devices for cluster in found] == [64, 256, 16]

@@ -18,7 +18,7 @@ from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, ParloomError
 from parloom.export import accelerate, deepspeed, description, megatron, torchtitan
 from parloom.export.description import Irregular, Kind, describe
-from parloom.export.differences import names_text
+from parloom.export.differences import names_text, split_words
 from parloom.exporting import FRAMEWORKS, TARGETS
 from parloom.ir.graph import Graph
 from parloom.ir.microbatches import of_microbatch
@@ -430,3 +430,15 @@ def test_names_of_blocks_are_one() -> None:
 
 def test_all_blocks_are_known() -> None:
     assert len(describe(planned(PLAIN)).blocks) == BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "words"),
+    [
+        ("data 4", "data 2", "split by data 4, not data 2"),
+        ("data 4", "", "split by data 4; not split there"),
+        ("", "data 2", "not split; split by data 2 there"),
+    ],
+)
+def test_what_is_not_split_is_said_so(own: str, other: str, words: str) -> None:
+    assert split_words(own, other) == words

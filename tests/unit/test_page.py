@@ -85,8 +85,18 @@ def test_every_operator_has_a_card(document: Document) -> None:
         for node in own["nodes"]
         if "function" not in node
     }
-    assert wanted == plan["cards"].keys()
-    assert any(card["runners_up"] for card in plan["cards"].values())
+    cards = {id: card for id, card in plan["cards"].items() if card["kind"] == "operator"}
+    assert wanted == cards.keys()
+    assert any(card["runners_up"] for card in cards.values())
+
+
+def test_every_parameter_is_in_one_card(document: Document) -> None:
+    (plan,) = document["plans"]
+    cards = [card for card in plan["cards"].values() if card["kind"] == "parameter"]
+    names = sorted(name for card in cards for name in card["alike"])
+    assert names == sorted(entry.target for entry in GRAPH.of_kind("parameter"))
+    assert len(cards) < len(names)  # those of one block kind are together
+    assert all(card["stored"]["weight"]["bytes"] > 0 for card in cards)
 
 
 def test_edges_go_to_nodes_of_their_block(document: Document) -> None:

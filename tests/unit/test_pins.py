@@ -36,7 +36,7 @@ def places(graph: Graph, text: str) -> set[str]:
 
 
 def test_every_example_of_the_page_is_understood() -> None:
-    page = Path("docs/pins.md").read_text(encoding="utf-8")
+    page = Path("docs/reference/pins.md").read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     examples = [text for cell in cells for text in re.findall(r"`([^`]+=[^`]+)`", cell)]
     assert len(examples) >= 14

@@ -61,7 +61,7 @@ def enumerated(plan: Decisions, key: str) -> list[tuple[int, int]]:
         if dict(changed[0].factors) == dict(now):
             continue
         if any(list(axes) != sorted(axes, key=plan.mesh.names.index) for _, axes in factors):
-            continue  # another order of axes on one factor is not looked at (docs/space.md)
+            continue  # no other order of axes on a factor is looked at (docs/explanation/search.md)
         other = replace(plan, nodes=(*others, *changed))
         try:
             played = play(lower(GRAPH, other), other)

@@ -7,6 +7,7 @@ import pytest
 
 from parloom.answer import ALL
 from parloom.comparators.baselines import data_parallel, fsdp, megatron
+from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
@@ -32,6 +33,7 @@ from parloom.report.words import (
     memory_words,
     rate_words,
     splits,
+    tight_words,
     uncalibrated_words,
     uneven_words,
     words,
@@ -278,3 +280,13 @@ def test_stages_of_a_rewritten_program_are_cut_of_what_rewrites_made() -> None:
     *cut, said = words(model, Decisions(stages, schedule="1f1b", rewrites=(take,)))
     assert len(cut) == 3
     assert said == "head: computed by linear (linear_t)"
+
+
+def test_a_peak_that_leaves_no_room_is_said() -> None:
+    cluster = load_cluster("2xA100-40GB")
+    there = cluster.device.memory_bytes
+    assert tight_words(cluster, int(there * 0.96)) == ()
+    (line,) = tight_words(cluster, int(there * 0.999))
+    assert "(0.1%) of a device" in line
+    assert f"--memory {int(there * 0.95) // 2**20}MiB" in line
+    assert tight_words(load_cluster("2xcpu"), 2**40) == ()

@@ -87,6 +87,8 @@ PUBLISHED = {
     "dlrm_artifact": 4 * 10**6 * 64 + 4 * 64 + 64 * 64 + 320 * 64 + 64 * 2,
     # MLPerf, GNMT.
     "gnmt": 160_671_297,
+    # openai-community/gpt2.
+    "gpt2": 124_439_808,
     # torchvision's inception_v3 with its auxiliary head.
     "inception_v3": 27_161_264,
     # torchvision's without that head (23,834,568), a bias for each of the 17,216 pairs of batch

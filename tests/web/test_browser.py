@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +37,19 @@ FLAGS = [
 ]
 
 GRAPH = stack(3)
+ROW = {"cluster": "C", "name": "p", "peak_bytes": 2**30, "mfu": 0.4, "reason": None}
+FRONT = {
+    "work": {"unit": "token"},
+    "prices": [
+        {"device": "d", "price_per_hour": 2.1, "price_source": "given", "price_date": "today"}
+    ],
+    "rows": [
+        ROW
+        | {"devices": f"{n} of C", "num_devices": n, "step_s": 1 / n, "pareto": n != 2}
+        | {"cost": {"usd": 9.0 + n, "days": 8 / n, "usd_per_step": 1e-6 * n}}
+        for n in (1, 2, 4)
+    ],
+}
 REPORTS = ("one", "pipeline", "two")
 VIEWS = ("decided", "model", "devices", "step", "memory", "traffic", "why")
 
@@ -49,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = {"fsdp": case_of(GRAPH, CLUSTER, zero, "fsdp")}
     pipeline = pipeline_of("dlrm", seed=3)
     sides = {
-        "one": [side_of(GRAPH, tensor, others)],
+        "one": [replace(side_of(GRAPH, tensor, others), front=FRONT)],
         "pipeline": [Side("pipeline.json", pipeline, lambda *_: pipeline.timeline, {})],
         "two": [side_of(GRAPH, tensor), side_of(GRAPH, data, path="other.json")],
     }
@@ -138,6 +152,23 @@ def test_a_card_opens_and_closes_by_keyboard(seen: Seen) -> None:
     seen.page.keyboard.press("Escape")
     assert not card.is_visible()
     assert seen.faults == []
+
+
+def test_a_parameter_is_found_by_a_part_of_its_name(browser: Browser, folder: Path) -> None:
+    seen = Seen(browser, folder / "one.html")
+    finder = seen.page.get_by_role("searchbox").first
+    finder.fill("head.w")
+    found = seen.page.locator(".found button")
+    assert found.all_text_contents() == ["head.weight"]
+    found.first.focus()
+    seen.page.keyboard.press("Enter")
+    card = seen.page.locator("aside.card")
+    assert card.locator("h2").text_content() == "head.weight"
+    assert card.get_by_text("How it is stored, and how much of it on each device").count() == 1
+    finder.fill("no such name")
+    assert "no operator or parameter" in (seen.page.locator(".found").text_content() or "")
+    assert seen.faults == []
+    seen.page.close()
 
 
 def test_nothing_serious_for_those_who_do_not_see_it(seen: Seen) -> None:

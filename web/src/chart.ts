@@ -31,7 +31,7 @@ echarts.use([
 
 export type Option = echarts.EChartsCoreOption;
 export type Params = { dataIndex: number; dataType?: string; seriesIndex: number; value: unknown };
-type Make = () => Option;
+type Make = (width: number, height: number) => Option;
 type Click = (params: Params) => void;
 
 /** Colors that are told apart by those who see no red or green (Okabe and Ito, 2008). */
@@ -90,7 +90,7 @@ export class Chart {
   /** Draw it, once it is on the page. */
   draw(): void {
     this.chart ??= echarts.init(this.canvas, null, { renderer: "canvas" });
-    const own = this.make();
+    const own = this.make(this.canvas.clientWidth, this.canvas.clientHeight);
     const shared = common();
     const tooltip = { ...(shared.tooltip as object), ...((own.tooltip as object) ?? {}) };
     this.chart.setOption({ ...shared, ...own, tooltip }, { notMerge: true });

@@ -79,7 +79,8 @@ export interface RunnerUp {
   splits: Record<string, string>;
 }
 
-export interface Card {
+export interface OperatorCard {
+  kind: "operator";
   name: string;
   op: string;
   source: string;
@@ -97,6 +98,25 @@ export interface Card {
   ways_tried: number;
   runners_up: RunnerUp[];
 }
+
+export interface Stored {
+  words: string;
+  bytes: number;
+  grid: Grid | null;
+}
+
+export interface ParameterCard extends Tensor {
+  kind: "parameter";
+  place: string;
+  trainable: boolean;
+  alike: string[];
+  partial_gradient: string[];
+  stored: Record<"weight" | "gradient" | "optimizer", Stored>;
+  readers: { name: string; layout: string }[];
+  terms: Term[];
+}
+
+export type Card = OperatorCard | ParameterCard;
 
 /** Start and length in picoseconds, numbers of the name and of the kind. */
 export type SliceRow = [number, number, number, number];
@@ -187,6 +207,24 @@ export interface Summary {
   samples: number | null;
 }
 
+/** The best plan on some devices of a cluster. */
+export interface FrontRow {
+  cluster: string;
+  devices: string;
+  name: string | null;
+  step_s: number;
+  mfu: number | null;
+  peak_bytes: number;
+  pareto: boolean;
+  cost: { usd: number | null; days: number | null; usd_per_step: number | null; [per: string]: number | null };
+}
+
+export interface Front {
+  unit: string;
+  rows: FrontRow[];
+  prices: { device: string; price_per_hour: number | null; price_source: string; price_date: string }[];
+}
+
 export interface Plan {
   path: string;
   title: string;
@@ -205,6 +243,7 @@ export interface Plan {
   steps: Steps;
   memory: Memory;
   alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean }[];
+  front: Front | null;
   why_not: Versus[];
   rewrites: {
     rules: string[];

@@ -2,7 +2,7 @@ const TIMES: [number, string][] = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, 
 const SIZES: [number, string][] = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
 const COUNTS: [number, string][] = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
-function digits(value: number): string {
+export function digits(value: number): string {
   const size = Math.abs(value);
   return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2).replace(/\.0+$/, "");
 }
@@ -47,6 +47,7 @@ export function signed(text: (value: number) => string, value: number): string {
 }
 
 export function dollars(value: number): string {
+  if (value >= 1) return `$${value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
   return `$${value.toPrecision(3).replace(/e.*/, "") && Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 8 })}`;
 }
 

@@ -118,8 +118,25 @@ def _read_cached(spec: str) -> Any:
         except InputError as err:
             last = err
     raise InputError(
-        f"no model {spec!r}: it is no file or folder here, and as a Hub id {last}"
+        f"no model {spec!r}: it is no file or folder here, and as a Hub id {_hub_words(spec, last)}"
     ) from last
+
+
+def _hub_words(spec: str, error: BaseException | None) -> str:
+    """Why a config of the Hub could not be read, and what to do."""
+    kinds, cause = set(), error
+    while cause is not None:
+        kinds.add(type(cause).__name__)
+        cause = cause.__cause__
+    if "GatedRepoError" in kinds:
+        return "it is gated: ask for access at its page on the Hub, then `hf auth login`"
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"}:
+        where = import_module("huggingface_hub.constants").HF_HUB_CACHE
+        return (
+            f"there is no network, and the config for {spec} is not in {where}: run once online, or"
+            " name a local folder"
+        )
+    return str(error)
 
 
 def _without_code(transformers: ModuleType, spec: str, cached_only: bool) -> Any:

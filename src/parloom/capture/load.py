@@ -39,10 +39,18 @@ from parloom.ir.plan import DTYPES, LIVE
 
 MAX_WEIGHTS = 1 << 30  # of a model that is built with weights in order to be captured
 Settings = Mapping[str, Any]
+# Models of the zoo that go by the name that everybody knows, too: they need no network and no
+# package but torch.
+BUNDLED = ("gpt2",)
 FORMS = (
     "zoo:NAME, a Hugging Face config.json or its folder, pkg.module:factory, file.py:factory,"
     " or a Hub id"
 )
+
+
+def full_name(spec: str) -> str:
+    """`zoo:NAME` for the short name of a bundled model, where no file or folder is called so."""
+    return f"zoo:{spec}" if spec in BUNDLED and not Path(spec).exists() else spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,7 @@ def needs_weights(err: BaseException) -> bool:
 
 def sizes_of(spec: str) -> dict[str, Any] | None:
     """What `load_model` can be told to build in other sizes; None for a user's factory."""
+    spec = full_name(spec)
     path = Path(spec)
     if not spec:
         raise InputError(f"no model named; a model is {FORMS}")
@@ -140,6 +149,7 @@ def sizes_of(spec: str) -> dict[str, Any] | None:
 
 def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
     """The model and its batch, as the form of `spec` asks."""
+    spec = full_name(spec)
     path = Path(spec)
     if not spec:
         raise InputError(f"no model named; a model is {FORMS}")

@@ -7,7 +7,7 @@ counts nothing, since heavy operators are split over all devices (section 4.2); 
 follow one of their operands. Afterwards all-reduces of gradients become reduce-scatters, with
 gathers of updated weights, which is ZeRO's storage. Views, limits of the space and the order of
 these steps are those of the released code (`auto_sharding`, `stage_construction`).
-`docs/comparators.md` says what differs here.
+`docs/explanation/comparators.md` says what differs here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

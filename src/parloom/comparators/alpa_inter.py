@@ -1,5 +1,5 @@
 """Alpa's inter-operator pass (Zheng et al., OSDI 2022, section 5): layers, and the stages that a
-dynamic program makes of them. `docs/comparators.md` says what differs here.
+dynamic program makes of them. `docs/explanation/comparators.md` says what differs here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

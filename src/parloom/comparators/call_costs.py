@@ -128,7 +128,7 @@ class CallCosts:
         return State(layout, tuple(sorted(partial)))
 
     def _passes(self, reader: Reader, varying: Axes) -> bool:
-        """Whether gradients pass a reader as its choice says (see `docs/space.md`)."""
+        """Whether gradients pass a reader as its choice says (see `docs/explanation/search.md`)."""
         exposed = self.program.operators[reader.operator].exposed
         return not exposed or set(varying) <= set(self.choices[reader.operator].used)
 

@@ -7,7 +7,7 @@ and gives it a random split; it is accepted with probability min(1, exp(beta (co
 from a random one, and end where their budget is spent or half of it has brought nothing better;
 chains over placements follow (`placements.py`).
 Costs are our estimate, updated as in delta simulation (section 5), with FlexFlow's penalty on
-memory. `docs/comparators.md` says what differs here.
+memory. `docs/explanation/comparators.md` says what differs here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -8,10 +8,10 @@ graph into parts.
 
 from parloom.comparators.best_first import best_first
 from parloom.comparators.fixed_form import on_first_part, proved, wanted
-from parloom.comparators.one_device import FunctionCosts
 from parloom.cost.units import format_seconds
 from parloom.rewrite.substitutions import Substitution, takes_between
 from parloom.rewrite.take import Take
+from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.request import Request, Say
 from parloom.search.rewritten import free_functions
 
@@ -26,13 +26,13 @@ def taso(request: Request, say: Say) -> tuple[str, ...]:
     """
     start = wanted(request)
     own = on_first_part(start.request)
-    takes: list[Take] = []
+    device, takes = OneDevice(own), list[Take]()
 
     def allowed(found: Substitution) -> bool:
         return request.pinned.allows_rewrite(found.rules)
 
     for function in free_functions(start.request):
-        costs = FunctionCosts(own, function.name)
+        costs = FunctionCosts(device, function.name)
         found = list(best_first(own.graph, function, costs.of, allowed, POPPED))
         first, last = (format_seconds(f.cost_ps / 1e12) for f in (found[0], found[-1]))
         say(f"taso: {function.name}: {len(found) - 1} times better, {first} to {last}")

@@ -8,17 +8,17 @@ operand are merged in the first rounds only, since these rules of two outputs ma
 from collections.abc import Sequence
 from math import inf
 
-from parloom.comparators.extraction import cheapest
 from parloom.comparators.fixed_form import on_first_part, proved, wanted
-from parloom.comparators.one_device import FunctionCosts
 from parloom.cost.units import format_seconds
 from parloom.ir.graph import Function, Graph
-from parloom.rewrite.alternatives import rules_for
 from parloom.rewrite.bodies import Body
-from parloom.rewrite.known import holds
+from parloom.rewrite.follows import rules_for
+from parloom.rewrite.known import is_proved
 from parloom.rewrite.merge import RULES, unite_pairs
 from parloom.rewrite.substitutions import Substitution, applied, takes_between
 from parloom.rewrite.take import Take, ends_of
+from parloom.search.extraction import cheapest
+from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.pinned import Pinned
 from parloom.search.request import Request, Say
 from parloom.search.rewritten import free_functions
@@ -35,9 +35,9 @@ def tensat(request: Request, say: Say) -> tuple[str, ...]:
     """
     start = wanted(request)
     own = on_first_part(start.request)
-    takes: list[Take] = []
+    device, takes = OneDevice(own), list[Take]()
     for function in free_functions(start.request):
-        costs = FunctionCosts(own, function.name)
+        costs = FunctionCosts(device, function.name)
         body = Body(function, CALLS)
         saturate(body, request.pinned)
         best = cheapest(body, ends_of(own.graph, function), costs)
@@ -80,8 +80,7 @@ def saturate(body: Body, pinned: Pinned) -> None:
     merged = [name for name in RULES if pinned.allows_rewrite((name,))]
     for number in range(ROUNDS):
         added = number < MERGED and unite_pairs(body.graph, merged)
-        if body.saturate(rules, 1, holds) and not added:
+        if body.saturate(rules, 1, is_proved) and not added:
             return
         if body.graph.num_nodes > CALLS:
-            body.graph.rebuild()
             return

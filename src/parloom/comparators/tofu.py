@@ -5,7 +5,7 @@ which it is split, so that least is communicated (section 5: dynamic programming
 graph, recursively). Every operator and every tensor is split by every cut; a tensor that an
 operator does not split along with itself is stored in parts and fetched where it is read. Cuts that
 come first communicate least, so they are made across the slowest links.
-`docs/comparators.md` says what differs here.
+`docs/explanation/comparators.md` says what differs here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,7 +4,7 @@ Graphs wait in a queue by the least step that any layouts give them. Of the fast
 substitution makes a graph, which waits, too, where it takes less than 1.05 times as long as the
 best and was not seen before. A long function is searched in parts between post-dominators, across
 which no substitution reaches. Layouts are chosen for each graph by dynamic programming, on equal
-calls of a block once. `docs/comparators.md` says what differs here.
+calls of a block once. `docs/explanation/comparators.md` says what differs here.
 """
 
 from collections.abc import Collection, Iterator

@@ -1,9 +1,14 @@
-"""Cluster files: YAML to a cluster and back to one line of text. The format: `docs/clusters.md`."""
+"""Cluster files: YAML to a cluster and back to one line of text.
+
+The format: `docs/reference/clusters.md`.
+"""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from parloom.cost.devices import (
     KnownDevice,
     find_device,
     find_interconnect,
+    known_devices,
     read_backend,
     read_device,
     read_fabric,
@@ -139,7 +145,7 @@ def _device(root: Section) -> tuple[KnownDevice | None, Device]:
 def _host(root: Section, cluster: Cluster, known: KnownDevice | None) -> Host | None:
     """The host that the file states, or that of a usual node."""
     if not root.has("host"):
-        return known.host_of(cluster.num_devices) if known else None
+        return known.host_of(_devices_of_a_node(cluster)) if known else None
     section = root.section("host")
     host = read_host(section)
     if host.num_devices > cluster.num_devices:
@@ -148,6 +154,13 @@ def _host(root: Section, cluster: Cluster, known: KnownDevice | None) -> Host | 
             f"devices: a host of {host.num_devices} devices, but there are {cluster.num_devices}",
         )
     return host
+
+
+def _devices_of_a_node(cluster: Cluster) -> int:
+    """Devices that are joined below the first network; all where no level is one."""
+    networks = {d.network.interconnect.name.lower() for d in known_devices() if d.network}
+    inside = takewhile(lambda level: level.name.lower() not in networks, cluster.levels)
+    return prod(level.size for level in inside)
 
 
 def _levels(

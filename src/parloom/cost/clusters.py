@@ -1,8 +1,8 @@
 """Clusters from what a user writes: `2x8xH100`, `8xH100`, `4xcpu`, or a YAML file.
 
 Devices and the links they usually come with are data (`clusters/devices.yaml`). A spec assumes
-those links and says so; a file states its own (`docs/clusters.md`). Bandwidths are per device and
-direction.
+those links and says so; a file states its own (`docs/reference/clusters.md`). Bandwidths are per
+device and direction.
 """
 
 import re
@@ -105,7 +105,7 @@ def _from_spec(num_nodes: int, num_devices: int, name: str, prices: Prices) -> L
     if known.backend == "other":
         assumed.append(f"plans for {known.device.name} are priced; no back end here runs them")
     shape = f"{num_nodes}x{num_devices}" if num_nodes > 1 else f"{num_devices}"
-    host = known.host_of(num_nodes * num_devices)
+    host = known.host_of(num_devices)
     name = f"{shape}x{known.device.name}"
     cluster = Cluster(name, known.device, tuple(levels), known.backend, host)
     return LoadedCluster(cluster, tuple(assumed), name if known == usual else one_line(cluster))

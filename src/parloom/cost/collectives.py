@@ -5,7 +5,8 @@ puts on every level.
 
 The second term is summed over levels that take turns, and the slowest of levels that are pipelined.
 The constants of NCCL are fitted to nccl-tests tables of A100, H200 and B200 nodes;
-`docs/collectives.md` has the residual, and `benchmarks/collectives.py` prints it row by row.
+`docs/explanation/collectives.md` has the residual, and `benchmarks/collectives.py` prints it row by
+row.
 """
 
 import math

@@ -157,7 +157,8 @@ def find_device(name: str) -> KnownDevice:
     for alias, device in names.items():
         if alias.lower() == name.lower():
             return device
-    raise InputError(f"unknown device {name!r}{nearest(name, names)}")
+    hint = nearest(name, names)
+    raise InputError(f"unknown device {name!r}{hint}; all: parloom cluster show --known")
 
 
 def find_interconnect(name: str) -> Interconnect | None:

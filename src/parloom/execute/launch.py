@@ -44,7 +44,11 @@ TRACEBACK = "rank-{}-traceback.txt"
 PEER_IS_GONE = re.compile(r"gloo|NCCL|onnection (closed|reset|refused)|Broken pipe")
 FRAME = re.compile(r' *File "(.*)", line (\d+)')
 # The signals that torchelastic handles (torch 2.13's TORCHELASTIC_SIGNALS_TO_HANDLE).
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDLED = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    if hasattr(signal, name)  # Windows has two of them
+)
 
 Say = Callable[[str], None]
 

@@ -164,13 +164,27 @@ def _is_setting(value: object) -> bool:
     return value is None or isinstance(value, bool | float | str)
 
 
+def proof_bytes(num_elements: int) -> int:
+    """What a proof of a model with so many elements of weights holds at least: weights, gradients
+    and two optimizer states in float64.
+    """
+    return num_elements * 4 * 8
+
+
+def needs_copy(plan: Plan) -> bool:
+    """Whether this machine has too little memory for a proof of the whole model of a plan."""
+    weights = parse_graph(plan.graph).of_kind("parameter")
+    elements = sum(entry.value.spec.num_elements for entry in weights)
+    return proof_bytes(elements) > psutil.virtual_memory().total
+
+
 def require_memory(model: nn.Module, spec: str) -> None:
     """Raise `InputError` where a proof of the whole model cannot fit in this machine's memory.
 
     Counted is the reference alone: weights, gradients and two optimizer states in float64.
     """
     weights = sum(p.numel() for p in model.parameters())
-    needed, there = weights * 4 * 8, psutil.virtual_memory().total
+    needed, there = proof_bytes(weights), psutil.virtual_memory().total
     if needed > there:
         raise InputError(
             f"{spec} has {weights:,} parameters; proving it whole needs {format_bytes(needed)},"

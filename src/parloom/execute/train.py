@@ -1,7 +1,6 @@
 """The trainer that `parallelize` returns: the runtime's, with logs, checkpoints and weights."""
 
 import os
-import resource
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -489,4 +488,6 @@ def _memory_bytes(device: torch.device) -> int:
     """Peak memory of this process: the device's allocator on a GPU, the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    import resource  # noqa: PLC0415 - Windows plans and has no such module
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB

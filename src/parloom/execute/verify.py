@@ -76,7 +76,8 @@ class VerifyReport:
         return "\n".join(filter(None, (self._line(), str(self.eager or ""))))
 
     def _line(self) -> str:
-        what = f"{self.num_tensors} tensors on {self.num_ranks} ranks over {self.steps} steps"
+        ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+        what = f"{self.num_tensors} tensors on {ranks} over {self.steps} steps"
         shrunk = f" (shrunk: {self.shrunk})" if self.shrunk else ""
         if self.passed:
             return (

@@ -23,7 +23,12 @@ from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, LayoutError
 from parloom.execute.program import lowered
-from parloom.export.differences import Program, operator_differences, parameter_differences
+from parloom.export.differences import (
+    Program,
+    operator_differences,
+    parameter_differences,
+    split_words,
+)
 from parloom.export.roles import (
     CONTEXT,
     COPY,
@@ -268,8 +273,8 @@ def _stage_words(
     for found, numbers in others.items():
         yield Irregular(
             Kind.STAGES,
-            f"stage{'s' * (len(numbers) > 1)} {numbers_text(numbers)} split by"
-            f" {_degrees_text(found)}, not {_degrees_text(wanted)}",
+            f"stage{'s' * (len(numbers) > 1)} {numbers_text(numbers)}"
+            f" {split_words(_degrees_text(found), _degrees_text(wanted))}",
         )
     for index, stage in enumerate(stages):
         if stage.at_once > 1:
@@ -277,7 +282,7 @@ def _stage_words(
 
 
 def _degrees_text(degrees: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{role} {size}" for role, size in degrees) or "nothing"
+    return ", ".join(f"{role} {size}" for role, size in degrees)
 
 
 def _schedule_words(decisions: Decisions, chosen: Configuration) -> Iterator[Irregular]:

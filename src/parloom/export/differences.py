@@ -103,7 +103,7 @@ def operator_differences(plan: Sequence[Program], meant: Program, names: Names) 
             other = meant.operators.get(key)  # one that a rewrite makes is not there
             if other is not None and own != other and names[key].keys() >= {*own, *other}:
                 mine, its = (_factors_text(factors, names[key]) for factors in (own, other))
-                lines.setdefault(f"split by {mine}, not {its}", []).append(key)
+                lines.setdefault(split_words(mine, its), []).append(key)
     for words, keys in lines.items():
         yield f"results of {names_text(keys)}: {words}"
 
@@ -114,7 +114,14 @@ def _factors_text(factors: Mapping[str, Digits], names: Mapping[str, str]) -> st
         f"{names[factor]} over {' and '.join(f'{role} {size}' for role, size in digits)}"
         for factor, digits in sorted(factors.items())
     )
-    return " and ".join(found) or "nothing"
+    return " and ".join(found)
+
+
+def split_words(own: str, other: str) -> str:
+    """How something is split, and how `there`; empty where it is not."""
+    if not other:
+        return f"split by {own}; not split there"
+    return f"split by {own}, not {other}" if own else f"not split; split by {other} there"
 
 
 def names_text(names: Iterable[str]) -> str:

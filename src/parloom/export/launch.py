@@ -26,6 +26,16 @@ TARGETS = MappingProxyType(
     }
 )
 """The launchers, and the file of each."""
+STARTS = MappingProxyType(
+    {
+        "slurm": "sbatch {}",
+        "k8s": "kubectl apply -f {}",
+        "skypilot": "sky launch {}",
+        "ray": "python {}",
+        "torchrun": "bash {}",
+    }
+)
+"""The command that starts each file, `torchrun`'s on every node."""
 # Sizes of memory that SkyPilot names, where a device comes with several.
 SIZES = frozenset({("A100", "80GB"), ("V100", "32GB")})
 

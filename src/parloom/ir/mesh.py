@@ -42,7 +42,7 @@ class Efficiency:
     `matmul` and `attention` are those of a loop of one kernel; of `matmul` long runs keep
     `sustained`, under limits of power and temperature that other kernels do not reach. A part with
     a lower limit of power runs at a `clock` of that of its generation, which products and attention
-    kernels follow. The defaults are those of GPUs (docs/fidelity.md).
+    kernels follow. The defaults are those of GPUs (docs/explanation/fidelity.md).
     """
 
     matmul: float = 0.8

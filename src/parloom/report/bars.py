@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -35,7 +34,7 @@ def bars(rows: Iterable[tuple[str, float, str]], width: int) -> Table:
     table.add_column()
     table.add_column(justify="right", no_wrap=True)
     for name, share, said in rows:
-        table.add_row(Padding(Text(name), (0, 0, 0, 2)), Bar(share, width), Text(said))
+        table.add_row(Text(f"  {name}"), Bar(share, width), Text(said))
     return table
 
 

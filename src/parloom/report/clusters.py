@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.collectives import Collective, collective
@@ -80,13 +81,16 @@ def devices_document() -> list[dict[str, Any]]:
     ]
 
 
-def devices_screen() -> str:
-    """One line per known device: its names, and what was written from memory."""
-    return "\n".join(
-        f"{known.device.name:<16} {', '.join(known.short)}".rstrip()
-        + (f"\n{'':<16} recalled: {', '.join(known.recalled)}" if known.recalled else "")
-        for known in known_devices()
-    )
+def devices_screen() -> RenderableType:
+    """Each known device: its names, and what was written from memory."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for known in known_devices():
+        table.add_row(known.device.name, Text(", ".join(known.short)))
+        if known.recalled:
+            table.add_row("", Text(f"  recalled: {', '.join(known.recalled)}"))
+    return table
 
 
 def _screen(cluster: Cluster) -> list[RenderableType]:
@@ -101,8 +105,8 @@ def _screen(cluster: Cluster) -> list[RenderableType]:
         ]
         for part in cluster.parts:
             link = _row(Level("", 1, part.link))
-            uplink = f"uplink {link[2]}, {link[4]} a message"
-            lines += [Text(""), Text(f"{part.count} x, {uplink}"), *_screen(part.cluster)]
+            uplink = f"{part.count} x {part.cluster.name}, uplink {link[2]}, {link[4]} a message"
+            lines += [Text(""), Text(uplink), *_screen(part.cluster)]
         return lines
     device = cluster.device
     rates = ", ".join(f"{dtype} {format_rate(r, 'FLOP/s')}" for dtype, r in device.flops_per_s)
@@ -138,7 +142,7 @@ def _collectives(cluster: Cluster) -> list[tuple[str, int, Collective]]:
 
 
 def _chosen(cluster: Cluster) -> list[RenderableType]:
-    """A table of collectives over all devices: a row per kind, a column per size."""
+    """A table of collectives over all devices: two lines per kind, a column per size."""
     found = _collectives(cluster)
     if not found:
         return []
@@ -147,7 +151,7 @@ def _chosen(cluster: Cluster) -> list[RenderableType]:
     for size in SIZES:
         table.add_column(format_bytes(size))
     for kind in KINDS:
-        cells = [f"{format_seconds(c.seconds)} {c.name}" for k, _, c in found if k == kind]
+        cells = [f"{format_seconds(c.seconds)}\n{c.name}" for k, _, c in found if k == kind]
         table.add_row(kind, *cells)
     return [Text(""), table, Text(WHOLE)]
 

@@ -37,7 +37,7 @@ OPERATOR, PARAMETER, INPUT, MODULE = "operator", "parameter", "input", "module"
 
 def name_explained(case: Case, named: Named, play: Play, most: int = MOST) -> Document:
     """What a name is, as JSON values; `play` simulates another plan of the same graph, of which
-    `most` are made for an operator.
+    `most` are made for an operator or a parameter.
     """
     factored = factorize(case.pcg.graph)
     if isinstance(named, Below):
@@ -50,7 +50,7 @@ def name_explained(case: Case, named: Named, play: Play, most: int = MOST) -> Do
         return document | {"tensor": made | {"name": named.name}}
     assert named.input is not None
     if named.input.kind == "parameter":
-        return _parameter(case, named.input, factored, play)
+        return _parameter(case, named.input, factored, play, most)
     return _input(case, named, named.input, factored)
 
 
@@ -209,12 +209,12 @@ def _way(case: Case, way: Way, key: str) -> Document:
 # Parameters and other inputs
 
 
-def _parameter(case: Case, entry: Input, factored: Factored, play: Play) -> Document:
+def _parameter(case: Case, entry: Input, factored: Factored, play: Play, most: int) -> Document:
     parameter = next(p for p in case.pcg.parameters if p.input.target == entry.target)
     alike = _alike(case, parameter)
     fits, walker = case.fits, case.priced.walker
     optimizer = case.plan.optimizer
-    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, fits, play)
+    ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, fits, play, most)
     spec, decision = entry.value.spec, parameter.decision
     stored = {"weight": decision.weight, "gradient": decision.gradient,
               "optimizer": decision.optimizer}  # fmt: skip

@@ -1,5 +1,6 @@
 """Clusters and parts of them beside each other: what a step, a run and a billion tokens cost."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -13,12 +14,13 @@ from parloom.cost.money import Work
 from parloom.cost.pareto import pareto_front
 from parloom.cost.units import format_bytes, format_count, format_dollars, format_seconds
 from parloom.ir.mesh import HourlyPrice
-from parloom.ir.plan import Objective
+from parloom.ir.plan import Objective, Plan
 from parloom.report.chart import Axis, Mark, chart
 from parloom.report.clusters import price_document
 from parloom.report.rows import Rows
 
 FORMAT, VERSION = "parloom.front", 1
+FRONT = "front.json"  # beside the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,22 @@ def cost_document(work: Work, step_s: float, usd_per_step: float | None) -> dict
 def prices_document(prices: Sequence[tuple[str, HourlyPrice]]) -> list[dict[str, Any]]:
     """Prices of devices in JSON values, with who says so."""
     return [{"device": name, **price_document(price)} for name, price in prices]
+
+
+def read_front(text: str, plan: Plan) -> dict[str, Any] | None:
+    """The front that was saved beside `plan`; None where it is of another plan.
+
+    Raises `ValueError` where the text is none.
+    """
+    document = json.loads(text)
+    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (
+        FORMAT,
+        VERSION,
+    ):
+        raise ValueError(f"no {FORMAT} {VERSION}")
+    best = document["best"] or {"step_s": None}
+    step_s = None if plan.prediction is None else plan.prediction.step_s
+    return document if best["step_s"] == step_s else None
 
 
 def front_document(front: Front, path: str | None) -> dict[str, Any]:

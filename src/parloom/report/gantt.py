@@ -1,8 +1,11 @@
 """A pipeline over time in the terminal: a row for each group of devices, and what it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -11,7 +14,8 @@ from parloom.cost.timeline import MESSAGES, NORM, SHARED, Process, Timeline, sam
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.report.bars import levels
 
-COLUMNS = 72
+COLUMNS, LEAST = 72, 16
+GAP = 2
 IDLE = "·"
 # What a column shows: the kind that takes most of it.
 COLORS = {"P": "yellow", "F": "blue", "B": "green", "W": "cyan", "U": "magenta"}
@@ -20,19 +24,42 @@ LEGEND = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Rows of a label, what is drawn in so many columns, and what is said of it: as many columns
+    as there is room for, and at most `COLUMNS`.
+    """
+
+    rows: tuple[tuple[str, Callable[[int], Text], str], ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        beside = max(cell_len(label) for label, _, _ in self.rows) + GAP
+        beside += max(cell_len(said) for _, _, said in self.rows) + GAP
+        columns = max(LEAST, min(COLUMNS, options.max_width - beside))
+        chart = Table(box=None, show_header=False, pad_edge=False, padding=(0, GAP, 0, 0))
+        for justify in ("left", "left", "right"):
+            chart.add_column(justify=justify, no_wrap=True)
+        for label, draw, said in self.rows:
+            chart.add_row(label, draw(columns), said)
+        yield chart
+
+
 def gantt(timeline: Timeline, names: Sequence[str]) -> RenderableType:
     """Rows of stages over the step; then for each what it does, waits for, sends and holds."""
-    chart = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    chart.add_column()
-    chart.add_column(min_width=COLUMNS, no_wrap=True)
-    chart.add_column(justify="right", no_wrap=True)
-    full = timeline.peak_bytes
+    rows = []
     for index, (name, process) in enumerate(zip(names, timeline.processes, strict=True)):
-        chart.add_row(name, row(process, timeline.step_ps), "")
-        held = [sum(column) for column in zip(*sampled(timeline, index, COLUMNS), strict=True)]
-        chart.add_row("", Text(levels(held, full)), format_bytes(process.memory.peak))
+        rows += [
+            (name, partial(row, process, timeline.step_ps), ""),
+            ("", partial(_held, timeline, index), format_bytes(process.memory.peak)),
+        ]
     end = f"0 to {format_seconds(timeline.step_s)}; below each row the memory in use"
-    return Group(chart, Text(f"{LEGEND}\n{end}", style="dim"), Text(""), _shares(timeline, names))
+    legend = Text(f"{LEGEND}\n{end}", style="dim")
+    return Group(Chart(tuple(rows)), legend, Text(""), _shares(timeline, names))
+
+
+def _held(timeline: Timeline, index: int, columns: int) -> Text:
+    lines = zip(*sampled(timeline, index, columns), strict=True)
+    return Text(levels([sum(column) for column in lines], timeline.peak_bytes))
 
 
 def row(process: Process, step_ps: int, columns: int = COLUMNS) -> Text:

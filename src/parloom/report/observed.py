@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -20,7 +21,7 @@ from parloom.cost.timeline import (
     Timeline,
 )
 from parloom.cost.units import format_seconds
-from parloom.report.gantt import COLUMNS, LEGEND, pass_of, row
+from parloom.report.gantt import LEGEND, Chart, pass_of, row
 from parloom.runtime.spans import ActionSpan
 
 TITLES = {"P": "prologue", "F": "forward", "B": "backward", "W": "weights", "U": "update"}
@@ -56,13 +57,14 @@ def observed_screen(
 ) -> RenderableType:
     """Both steps of each process on one scale, and how long it took for what."""
     longest = max(predicted.step_ps, observed.step_ps)
-    chart = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    chart.add_column()
-    chart.add_column()
-    chart.add_column(min_width=COLUMNS, no_wrap=True)
-    for index, name in enumerate(names):
-        chart.add_row(name, "predicted", row(predicted.processes[index], longest))
-        chart.add_row("", "observed", row(observed.processes[index], longest))
+    each = zip(names, predicted.processes, observed.processes, strict=True)
+    chart = Chart(
+        tuple(
+            (label, partial(row, process, longest), "")
+            for name, known, own in each
+            for label, process in ((f"{name} predicted", known), (f"{name} observed", own))
+        )
+    )
     took = format_seconds(observed.step_s)
     off = observed.step_ps / max(1, predicted.step_ps) - 1
     title = f"step {step} took {took} ({off:+.1%} of {format_seconds(predicted.step_s)} predicted)"

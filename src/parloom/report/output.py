@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -16,11 +16,14 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.text import Text
 
 from parloom.errors import InputError, visible
 
 # Pipes have no width; a narrow default would break paths.
 WIDTH = 120
+# How far lines of a text hang, and the characters that must be left for that.
+HANG, LEAST = 2, 8
 # Characters that JSON allows and terminals obey: C1 controls, marks of direction and of no width.
 HIDDEN = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -31,7 +34,7 @@ HIDDEN = re.compile(
 def show(what: str | RenderableType, columns: str) -> None:
     """Print a result; where no terminal says how wide it is, `columns` does, if it is a number."""
     with _stdout():
-        console = Console(file=sys.stdout, highlight=False, emoji=False, markup=False)
+        console = Screen(file=sys.stdout, highlight=False, emoji=False, markup=False)
         if isinstance(what, str):
             print(visible(what))
         elif console.is_terminal:
@@ -44,9 +47,7 @@ def show(what: str | RenderableType, columns: str) -> None:
 def rendered(what: RenderableType, width: int) -> str:
     """A screen as plain lines; cells are padded, lines are not."""
     text = StringIO()
-    Console(file=text, width=width, highlight=False, emoji=False, markup=False).print(
-        _Visible(what)
-    )
+    Screen(file=text, width=width, highlight=False, emoji=False, markup=False).print(_Visible(what))
     return "\n".join(line.rstrip() for line in text.getvalue().removesuffix("\n").split("\n"))
 
 
@@ -60,6 +61,30 @@ def show_json(document: Any) -> None:
 def message(text: str) -> str:
     """A message for stderr: lines after the first are indented, so that no name forges a line."""
     return visible(text).replace("\n", "\n  ")
+
+
+class Screen(Console):
+    """A console on which an indented text that takes several lines hangs: the lines after its
+    first are indented by `HANG` more.
+    """
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        asked = options or self.options
+        text = self.render_str(renderable) if isinstance(renderable, str) else renderable
+        if isinstance(text, Text) and not asked.no_wrap:
+            text = self._hanging(text, asked)
+        return super().render(text, options)
+
+    def _hanging(self, text: Text, asked: ConsoleOptions) -> Text:
+        indent = len(text.plain) - len(text.plain.lstrip(" "))
+        room = asked.max_width - indent - HANG
+        if not indent or text.cell_len <= asked.max_width or room < LEAST:
+            return text
+        lines = text[indent:].wrap(self, room, overflow=asked.overflow or text.overflow)
+        rest = (Text(" " * (indent + HANG)) + line for line in lines[1:])
+        return Text("\n").join([Text(" " * indent) + lines[0], *rest])
 
 
 @dataclass(frozen=True, slots=True)

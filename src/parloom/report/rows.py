@@ -20,19 +20,24 @@ class Rows(Table):
         widths = [_width(column, console) for column in self.columns]
         spare = options.max_width - sum(widths) - GAP * len(widths)
         if spare >= 0:
-            # Rich would shorten the widest column first, below its longest word.
-            for column, width in zip(self.columns, widths, strict=True):
-                texts = (text.plain for text in _texts(column, console))
-                more = min(spare, max(map(cell_len, [str(column.header), *texts])) - width)
-                column.width, spare = width + more, spare - more
-                column.no_wrap = column.justify == "right"
+            # Rich would shorten the widest column first, below its longest word. Of what is left,
+            # each column has what it needs, or as much as any other.
+            needs = [
+                max(map(cell_len, _lines(column, console)), default=0) - width
+                for column, width in zip(self.columns, widths, strict=True)
+            ]
+            for left, index in enumerate(sorted(range(len(needs)), key=needs.__getitem__)):
+                more = min(spare // (len(needs) - left), needs[index])
+                column, spare = self.columns[index], spare - more
+                column.width = widths[index] + more
+                column.no_wrap = False
             yield from super().__rich_console__(console, options)
             return
         cells = (_texts(column, console) for column in self.columns)
         for first, *others in zip(*cells, strict=True):
             yield _indented(first, 2)
             pairs = [
-                f"{str(column.header).strip()} {text.plain.strip()}"
+                f"{str(column.header).strip()} {' '.join(text.plain.split())}"
                 for column, text in zip(self.columns[1:], others, strict=True)
                 if text.plain.strip()
             ]
@@ -47,6 +52,12 @@ def _indented(text: Text, by: int) -> Padding:
 def _texts(column: Column, console: Console) -> Iterator[Text]:
     for cell in column.cells:
         yield cell if isinstance(cell, Text) else console.render_str(str(cell))
+
+
+def _lines(column: Column, console: Console) -> Iterator[str]:
+    yield str(column.header)
+    for text in _texts(column, console):
+        yield from text.plain.split("\n")
 
 
 def _width(column: Column, console: Console) -> int:

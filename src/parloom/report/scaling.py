@@ -132,7 +132,7 @@ def _bought(scaling: Scaling, before: Point, point: Point) -> list[str]:
     more = point.num_devices / before.num_devices
     faster = point.per_s / before.per_s
     idle = point.num_devices - point.used
-    rest = f"; {idle} stay idle" if idle else ""
+    rest = f"; {idle} {'stays' if idle == 1 else 'stay'} idle" if idle else ""
     one, other = before.plan.usd_per_step, point.plan.usd_per_step
     if one and other:
         each = other / point.work.in_step / (one / before.work.in_step) - 1

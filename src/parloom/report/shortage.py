@@ -29,8 +29,8 @@ class Shortage:
 
     `memory` is (component, bytes) at the peak instant, largest first, `at` what runs then, and
     `holdings` the largest tensors of these components. No plan that is searched holds less than
-    `least_bytes`, where that is known. `changes` are priced, the cheapest first; `untried` are ways
-    that were not priced.
+    `least_bytes`, where that is known. `changes` are priced, the cheapest first; `not_enough` are
+    flags with which no plan fits either, `untried` ways that were not priced.
     """
 
     limit_bytes: int
@@ -41,6 +41,7 @@ class Shortage:
     holdings: tuple[Holding, ...] = ()
     least_bytes: int | None = None
     changes: tuple[Change, ...] = ()
+    not_enough: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
 
 
@@ -64,8 +65,10 @@ def shortage_text(shortage: Shortage) -> str:
             "what would fit, the cheapest first (a search of its own may find faster plans):"
         )
         lines += [f"  {_change_words(change)}" for change in shortage.changes]
-    elif shortage.untried:
+    elif shortage.not_enough or shortage.untried:
         lines.append("of what was tried, nothing fits")
+    if shortage.not_enough:
+        lines.append(f"not enough by itself: {', '.join(shortage.not_enough)}")
     if shortage.untried:
         lines.append(f"not tried: {', '.join(shortage.untried)}")
     return "\n".join(lines)
@@ -91,6 +94,7 @@ def shortage_document(shortage: Shortage) -> dict[str, Any]:
              "device_s_per_sample": c.device_s}
             for c in shortage.changes
         ],
+        "not_enough": list(shortage.not_enough),
         "untried": list(shortage.untried),
     }  # fmt: skip
 

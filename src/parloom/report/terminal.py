@@ -34,9 +34,10 @@ def plan_screen(
     paths: Mapping[str, Path],
     calibration: str | Path | None,
     in_run: float | None = None,
+    prove: str = "",
 ) -> RenderableType:
     """The answer to `parloom plan`, ready to print; `calibration` is the file that it was given,
-    `in_run` how many tokens or samples are trained on.
+    `in_run` how many tokens or samples are trained on, `prove` the flags of a proof here.
     """
     parts: list[RenderableType] = [Text(title_words(plan, cluster), style="bold"), Text("")]
     parts.append(_facts(plan, cluster, in_run))
@@ -51,7 +52,7 @@ def plan_screen(
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
     if paths:
         parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
-        parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
+        parts += [Text(""), Text(f"next: parloom verify {paths['plan']}{prove}", style="bold")]
         parts.append(Text(f"then: parloom run {paths['plan']} -- train.py", style="bold"))
         explained = explained_words(paths["plan"], calibration)
         parts.append(Text(f"why:  parloom explain {explained}", style="bold"))

@@ -48,6 +48,9 @@ CPU = "cpu"
 BYTES = re.compile("[0-9]{1,18}")
 MOST = 6
 MOST_WAYS = 3
+# Shares of a device's memory: a peak that leaves too little for what is not counted, and a limit
+# with which plans leave room for it.
+TIGHT, ROOMY = 0.97, 0.95
 Axes = tuple[str, ...]
 # After the name of the method whose search was stopped.
 INTERRUPTED = "interrupted; this is the best of what was found until then"
@@ -63,9 +66,13 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
         return (*_stage_words(graph, decisions, cluster), *rewrites)
     levels = _levels(decisions.stages[0], cluster)
     ways = ways_of(graph, decisions)
+    alone = decisions.num_ranks == 1 and not any(ways.values())
     lines = [
-        _axis_words(axis, ways[axis.name], links_of(axis, levels)) for axis in decisions.mesh.axes
+        _axis_words(axis, ways[axis.name], links_of(axis, levels))
+        for axis in decisions.mesh.axes
+        if axis.steps or not alone
     ]
+    lines += ["one device computes all of it"] * alone
     stored = Counter(found for parameter in decisions.parameters for found in _stored(parameter))
     for (roles, axes, memory), count in stored.most_common(MOST):
         over = f"in parts over {', '.join(axes)}" if axes else "whole"
@@ -279,6 +286,18 @@ def uneven_words(samples: int, devices: int) -> tuple[str, ...]:
     below = samples // devices * devices
     near = f"a batch of {below} or {below + devices} would"
     return (f"{samples} samples do not divide over {devices} devices; {near}",)
+
+
+def tight_words(cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
+    """Where a peak leaves a device no room for what it does not count."""
+    there = cluster.device.memory_bytes
+    if cluster.parts or cluster.device.name == CPU or peak_bytes <= TIGHT * there:
+        return ()
+    room = f"{format_bytes(max(0, there - peak_bytes))} ({max(0.0, 1 - peak_bytes / there):.1%})"
+    return (
+        f"the peak leaves {room} of a device: contexts of the driver, buffers of NCCL and"
+        f" fragmentation are not counted; --memory {int(ROOMY * there) // 2**20}MiB leaves room",
+    )
 
 
 def part_words(

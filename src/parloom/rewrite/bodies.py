@@ -6,20 +6,17 @@ integers and masks is not that of numbers: sums wrap around, and those of masks 
 counted from the last, as rules count them.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice, product
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parloom.ir.graph import Arg, Call, Function, Node, Ref, TensorSpec
 from parloom.ir.ops import OPS
-from parloom.rewrite.egraph import Class, EGraph, Key, May, always, classes_in
+from parloom.rewrite.egraph import Class, EGraph, Key, May, always
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
-from parloom.rewrite.take import NONE, Take, term_of
+from parloom.rewrite.take import Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Name, Term, in_pairs, joined_at_once, names_in
+from parloom.rewrite.terms import Term, in_pairs
 
 # Where an operator says a dim, or dims.
 DIMS: Mapping[str, int] = {
@@ -39,9 +36,6 @@ KERNELS: Mapping[str, int] = {"conv1d": 1, "conv2d": 1, "conv3d": 1}
 # shape of the result.
 GROUPS: Mapping[str, int] = {"conv1d": 6, "conv2d": 6, "conv3d": 6}
 SHAPES: Mapping[str, int] = {"view": 1, "expand": 1}
-
-# Terms of what no value of the function is, and calls of these.
-FORMS, COMBINED = 2, 4
 
 
 class Body:
@@ -68,6 +62,13 @@ class Body:
         """Apply rules that `may` be; whether nothing changes any more."""
         return self.graph.saturate(rules, rounds, may)
 
+    def unite(self, take: Take, names: Mapping[str, Class]) -> None:
+        """Add the results of a call, of values with these classes, which they equal."""
+        for index, value in take.taken:
+            made = self.graph.add(Term(take.call.op, take.call.args, index), names, {})
+            self.graph.unite(self.graph.find(names[value]), made)
+        self.graph.rebuild()
+
     def class_of(self, value: str) -> Class:
         """The class that a value is in."""
         return self.graph.find(self.classes[value])
@@ -80,60 +81,6 @@ class Body:
     def own_calls(self) -> set[tuple[str, tuple[Any, ...]]]:
         """The calls of the function, of the classes that there are now."""
         return {(op, self.graph.renewed(args)) for op, args, _ in self._own}
-
-    def takes(self, most: int) -> Iterator[Take]:
-        """Other ways to compute values, at most so many of each, of what is made before these; by
-        all rules that changed anything.
-        """
-        rules = tuple(self.graph.fired)
-        first: dict[Class, str] = {}
-        for value in self.classes:
-            first.setdefault(self.class_of(value), value)
-        terms: dict[Class, list[TermArg]] = {own: [Name(value)] for own, value in first.items()}
-        alike = {
-            _unordered((op, self.graph.renewed(args), result)) for op, args, result in self._own
-        }
-        counts = Counter[str]()
-        for key, owner in self._by_operands():
-            value = first.get(owner, "")
-            place = self.places[value] if value else len(self.function.body)
-            if _unordered(key) in alike or value in self._inputs:
-                continue
-            for term in self._terms(key, terms, place):
-                if not value and len(terms.setdefault(owner, [])) < FORMS:
-                    terms[owner].append(term)
-                elif value and counts[value] < most:
-                    counts[value] += 1
-                    call = joined_at_once(term)
-                    assert isinstance(call, Term)
-                    values = (*(NONE,) * (call.result or 0), value)
-                    yield Take(self.function.name, values, replace(call, result=None), rules)
-
-    def _terms(
-        self, key: Key, terms: Mapping[Class, Sequence[TermArg]], place: int
-    ) -> Iterator[Term]:
-        """A call of terms that are made before an item."""
-        children = list(dict.fromkeys(classes_in(key[1])))
-        before = [
-            [term for term in terms.get(child, ()) if self._is_before(term, place)]
-            for child in children
-        ]
-        for some in islice(product(*before), COMBINED):
-            known = dict(zip(children, some, strict=True))
-            yield Term(key[0], tuple(_with_terms(arg, known) for arg in key[1]), key[2])
-
-    def _by_operands(self) -> Iterator[tuple[Key, Class]]:
-        """All calls, those of which what they read is there first; in one order for equal ones."""
-        there = {self.class_of(value) for value in self.classes}
-        left = sorted(self.graph.nodes(), key=lambda own: str(own[0]))
-        while ready := [own for own in left if there.issuperset(classes_in(own[0][1]))]:
-            yield from ready
-            there.update(owner for _, owner in ready)
-            left = [own for own in left if own not in ready]
-
-    def _is_before(self, term: TermArg, place: int) -> bool:
-        """Whether all that a term is of is made before an item."""
-        return all(self.places[name] < place for name in names_in(term))
 
     def _given(self, name: str, place: int) -> None:
         self.classes[name] = self.graph.input(name, self.specs[name].shape)
@@ -202,18 +149,3 @@ def _from_last(arg: Arg, rank: int) -> TermArg:
     if isinstance(arg, int):
         return arg if arg < 0 else arg - rank
     return term_of(arg)
-
-
-def _unordered(key: Key) -> Any:
-    """A call without the order of its operands, where that makes no difference."""
-    op, args, result = key
-    return (op, frozenset(Counter(args).items()), result) if op in ("add", "mul") else key
-
-
-def _with_terms(arg: Any, terms: Mapping[Class, TermArg]) -> TermArg:
-    if isinstance(arg, Class):
-        return terms[arg]
-    found: TermArg = (
-        tuple(_with_terms(own, terms) for own in arg) if isinstance(arg, tuple) else arg
-    )
-    return found

@@ -6,8 +6,9 @@ its shape, and rules match where the shapes of their inputs do.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -24,6 +25,7 @@ from parloom.rewrite.terms import (
     Name,
     Size,
     Term,
+    calls_in,
     extents_in,
     names_in,
     size_in,
@@ -42,13 +44,6 @@ class Class:
 Key = tuple[str, tuple[Any, ...], int]
 """Operator, arguments with classes in the place of terms, result."""
 Sizes = Mapping[str, Any]
-May = Callable[[Rule], bool]
-"""Whether a rule that matches is applied."""
-
-
-def always(_: Rule) -> bool:
-    """Apply all."""
-    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +53,35 @@ class Binding:
     inputs: Mapping[str, Class]
     sizes: Mapping[str, Any]
     lead: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One output of a rule in one direction; `ops` are the operators of its pattern."""
+
+    rule: Rule
+    pattern: Term
+    result: Arg
+    inputs: Mapping[str, Input]
+    ops: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A class that a rule matches."""
+
+    way: Way
+    owner: Class
+    binding: Binding
+
+
+May = Callable[[Match], bool]
+"""Whether a rule that matches is applied."""
+
+
+def always(_: Match) -> bool:
+    """Apply all."""
+    return True
 
 
 class EGraph:
@@ -155,29 +179,52 @@ class EGraph:
         `fired` where something changes.
         """
         directed = [way for rule in rules for way in ways(rule)]
+        applied = set[object]()
         for _ in range(rounds):
-            found = [
-                (way, owner, binding)
-                for way in directed
-                for owner, binding in self.matches(way.pattern, way.inputs)
-            ]
+            found = list(self.all_matches(directed))
             before = self.num_nodes
             changed = False
-            for way, owner, binding in found:
+            for match in found:
                 if self.num_nodes > self.most_nodes:
+                    self.rebuild()
                     return False
-                if not may(way.rule):
+                key = self._place(match)
+                if key in applied or not may(match):
                     continue
+                applied.add(key)
                 try:
-                    made = self.add(way.result, binding.inputs, binding.sizes)
+                    made = self.add(match.way.result, match.binding.inputs, match.binding.sizes)
                 except NotExpressed:
                     continue
-                if self.unite(owner, made):
-                    changed, self.fired[way.rule.id] = True, None
+                if self.unite(match.owner, made):
+                    changed, self.fired[match.way.rule.id] = True, None
             self.rebuild()
             if not changed and self.num_nodes == before:
                 return True
         return False
+
+    def _place(self, match: Match) -> object:
+        """What tells a match from others of the same rules."""
+        inputs = ((name, self.find(own)) for name, own in match.binding.inputs.items())
+        sizes = match.binding.sizes.items()
+        return id(match.way), self.find(match.owner), tuple(inputs), tuple(sizes)
+
+    def all_matches(self, directed: Iterable[Way]) -> Iterator[Match]:
+        """The classes that rules match."""
+        there = {op for op, keys in self._of_op.items() if keys}
+        for way in directed:
+            if way.ops <= there:
+                for owner, binding in self.matches(way.pattern, way.inputs):
+                    yield Match(way, owner, binding)
+
+    def call(self, op: str, args: tuple[Any, ...], result: int) -> Class | None:
+        """The class of a call of classes, where it is there."""
+        owner = self._nodes.get((op, self.renewed(args), result))
+        return None if owner is None else self.find(owner)
+
+    def calls_of(self, one: Class) -> Iterator[Key]:
+        """The calls of a class."""
+        return iter(self._of_class[self.find(one).number])
 
     def matches(
         self, pattern: Term, inputs: Mapping[str, Input]
@@ -301,23 +348,16 @@ class EGraph:
         return tuple(map(shown, args))
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One output of a rule in one direction."""
-
-    rule: Rule
-    pattern: Term
-    result: Arg
-    inputs: Mapping[str, Input]
-
-
-def ways(rule: Rule) -> Iterator[Way]:
+@cache
+def ways(rule: Rule) -> tuple[Way, ...]:
     """The directions of a rule in which a match says what all inputs are."""
-    inputs = {own.name: own for own in rule.inputs}
+    inputs, found = {own.name: own for own in rule.inputs}, list[Way]()
     for one, other in zip(rule.left, rule.right, strict=True):
         for pattern, result in ((one, other), (other, one)):
             if isinstance(pattern, Term) and set(names_in(result)) <= set(names_in(pattern)):
-                yield Way(rule, pattern, result, inputs)
+                ops = frozenset(call.op for call in calls_in(pattern))
+                found.append(Way(rule, pattern, result, inputs, ops))
+    return tuple(found)
 
 
 _ORDERS: dict[int, tuple[tuple[Arg, ...], tuple[int, ...]]] = {}

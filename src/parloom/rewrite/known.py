@@ -15,6 +15,7 @@ from typing import Any
 
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Node, Ref, TensorSpec
+from parloom.rewrite.egraph import Match
 from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE
 from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
@@ -51,6 +52,11 @@ def is_rule(name: str) -> bool:
 def holds(found: Rule) -> bool:
     """Whether both sides have equal normal forms."""
     return not prove(found)
+
+
+def is_proved(match: Match) -> bool:
+    """Whether the rule that matches holds."""
+    return holds(match.way.rule)
 
 
 def cases(function: Function) -> Iterator[Known]:

@@ -26,9 +26,14 @@ JOINED = {"linear": LINEARS, "conv1d": CONVS, "conv2d": CONVS, "conv3d": CONVS}
 def merges(graph: Graph) -> Iterator[Take]:
     """All products of one operand, once for each kind of block."""
     for function in (*graph.functions, graph.main):
-        for nodes in _alike(function):
-            if not _is_late(function, nodes) and not _refusal(function, nodes[0]):
-                yield _merged(function, nodes)
+        yield from merges_in(function)
+
+
+def merges_in(function: Function) -> Iterator[Take]:
+    """All products of one operand of a function."""
+    for nodes in _alike(function):
+        if not _is_late(function, nodes) and not _refusal(function, nodes[0]):
+            yield _merged(function, nodes)
 
 
 def merges_of_two(function: Function) -> Iterator[Take]:

@@ -16,7 +16,7 @@ from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.ir.ops import OPS
 from parloom.rewrite import folds, merge
-from parloom.rewrite.alternatives import follows, inexact, named_rules
+from parloom.rewrite.follows import follows, inexact, named_rules
 from parloom.rewrite.horizontal import fusions, is_fusion, name_of
 from parloom.rewrite.known import is_rule, known_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding

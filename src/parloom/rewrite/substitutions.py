@@ -4,16 +4,16 @@ What follows one after the other is said of the first function at once by `takes
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Graph, Node, Ref, TensorSpec
 from parloom.rewrite import merge
-from parloom.rewrite.alternatives import MOST_NODES, follows, rules_for, with_few_rules
 from parloom.rewrite.bodies import Body, takes_part, term_of_node
 from parloom.rewrite.egraph import Binding, Class, Way, ways
-from parloom.rewrite.known import holds
+from parloom.rewrite.follows import MOST_NODES, follows, rules_for, with_few_rules
+from parloom.rewrite.known import is_proved
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import NONE, Take, ends_of, term_of, with_takes
 from parloom.rewrite.terms import Arg as TermArg
@@ -45,23 +45,23 @@ def substitutions(graph: Graph, function: Function, of: Sequence[Way]) -> Iterat
     """
     for take in merge.merges_of_two(function):
         yield Substitution((take,))
+    yield from by_rules(graph, function, of)
+
+
+def by_rules(graph: Graph, function: Function, of: Iterable[Way]) -> Iterator[Substitution]:
+    """Those by rules in the directions given."""
     body, ends = Body(function, MOST_NODES), ends_of(graph, function)
     first: dict[Class, str] = {}
     for name in body.classes:
         first.setdefault(body.class_of(name), name)
-    found = [
-        (way, owner, binding)
-        for way in of
-        for owner, binding in body.graph.matches(way.pattern, way.inputs)
-    ]
-    for way, owner, binding in found:
-        value = first.get(owner)
-        if value is None or body.places[value] < 0 or not holds(way.rule):
+    for match in list(body.graph.all_matches(of)):
+        value = first.get(match.owner)
+        if value is None or body.places[value] < 0 or not is_proved(match):
             continue
-        rules = (way.rule.id,)
+        way, rules = match.way, (match.way.rule.id,)
         try:
             term = joined_at_once(
-                _Instance(body, first, binding, body.places[value]).of(way.result)
+                _Instance(body, first, match.binding, body.places[value]).of(way.result)
             )
         except NotExpressed:
             continue
@@ -100,7 +100,7 @@ def takes_between(
     of them as are needed. None where one does not follow from them in few rounds.
     """
     found = []
-    for take in _differences(before, after, tuple(rules)):
+    for take in differences(before, after, tuple(rules)):
         named = with_few_rules(before, take)
         if named is not None:
             found.append(named)
@@ -158,9 +158,14 @@ def _renamed(arg: TermArg, value: str, other: str) -> TermArg:
     return tuple(_renamed(own, value, other) for own in arg) if isinstance(arg, tuple) else arg
 
 
-def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> Iterator[Take]:
-    """The values of one function that another one computes in another way."""
+def differences(before: Function, after: Function, rules: tuple[str, ...]) -> Iterator[Take]:
+    """The values of one function that another one computes in another way, by any of these rules.
+
+    Values are named where both the first function makes them before, and in other words otherwise:
+    each take is of what the first function has.
+    """
     made = {v.name: (item, i) for item in before.body for i, v in enumerate(item.results)}
+    places = {v.name: at for at, item in enumerate(before.body) for v in item.results}
     first, second = before.specs(), after.specs()
 
     def is_kept(node: Node) -> bool:
@@ -181,21 +186,24 @@ def _differences(before: Function, after: Function, rules: tuple[str, ...]) -> I
         for i, v in enumerate(item.results)
     }
 
-    def term(arg: TermArg) -> TermArg:
+    def term(arg: TermArg, place: int) -> TermArg:
         if isinstance(arg, tuple):
-            return tuple(map(term, arg))
-        if not isinstance(arg, Name) or arg.name not in new or arg.name in made:
+            return tuple(term(own, place) for own in arg)
+        if not isinstance(arg, Name) or arg.name not in new:
+            return arg
+        if arg.name in made and places[arg.name] < place:
             return arg
         node, at = new[arg.name]
         result = at if len(node.results) > 1 else None
-        return Term(node.op, tuple(term(term_of(own)) for own in node.args), result)
+        return Term(node.op, tuple(term(term_of(own), place) for own in node.args), result)
 
     for item in {id(item): item for item, _ in new.values()}.values():
         names = [v.name if v.name in made else NONE for v in item.results]
         while names and names[-1] == NONE:
             names.pop()
         if names:
-            call = Term(item.op, tuple(term(term_of(own)) for own in item.args))
+            place = min(places[name] for name in names if name != NONE)
+            call = Term(item.op, tuple(term(term_of(own), place) for own in item.args))
             yield Take(before.name, tuple(names), call, rules)
 
 

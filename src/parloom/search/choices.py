@@ -1,7 +1,8 @@
 """What can be chosen for an operator on a mesh: every assignment of axes to its factors.
 
 An axis goes to one factor that it divides, to both factors of a route, or to none; of several axes
-on one factor the first of the mesh is outermost. `docs/space.md` says what this leaves out.
+on one factor the first of the mesh is outermost. `docs/explanation/search.md` says what this leaves
+out.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

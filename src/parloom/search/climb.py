@@ -1,9 +1,9 @@
 """Hill climbing on the simulator: random changes of the best plan, whatever a model says of them.
 
 A model stands for one mesh and sees neither when a gradient is ready nor what lives for a moment.
-Here layouts, storage, recomputation, mesh and microbatches of a plan change as `docs/space.md`
-allows; a plan that is no worse is kept, and the next change starts from it. One that holds more
-than the limit is worse by so much that the way to one that fits pays.
+Here layouts, storage, recomputation, mesh and microbatches of a plan change as
+`docs/explanation/search.md` allows; a plan that is no worse is kept, and the next change starts
+from it. One that holds more than the limit is worse by so much that the way to one that fits pays.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -280,12 +280,18 @@ def with_passes(context: ContextSearch, passes: Passes) -> ContextSearch:
 
 class Contexts:
     """The contexts of a question: its meshes of one and two axes, or the one that pins name, and
-    the numbers of microbatches. They share prices and count their work together.
+    the numbers of microbatches. They share prices and count their `work` together.
     """
 
-    def __init__(self, request: Request, base: Decisions, forms: Forms | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        base: Decisions,
+        forms: Forms | None = None,
+        work: Work | None = None,
+    ) -> None:
         self.request, self.base = request, base
-        self.work, self.shared = Work(request.budget), Known()
+        self.work, self.shared = work or Work(request.budget), Known()
         self.refusals = Refusals()
         factored = factorize(request.graph if forms is None else forms.graph)
         self.whole = program_of(factored.graph, factored, request.pinned, forms=forms)

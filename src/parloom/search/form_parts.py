@@ -27,6 +27,18 @@ class FormParts:
         """How many takes there are."""
         return len(self.forms.takes)
 
+    def of_form(self, values: Sequence[int]) -> Sequence[Bools]:
+        """The options with which the same operators are there as in a solution."""
+        found = []
+        for options, value in zip(self.options, values, strict=False):
+            own = options.menu.choices[options.option(value)[0]]
+            alike = [
+                choice.taken == own.taken and choice.absent == own.absent
+                for choice in options.menu.choices
+            ]
+            found.append(np.array(alike)[options.choice])
+        return found
+
     def allowed(self, part: frozenset[int]) -> Sequence[Bools] | None:
         """See `Parts`; None where these do not go together."""
         takes = [self.forms.takes[number] for number in sorted(part)]

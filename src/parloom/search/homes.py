@@ -125,7 +125,7 @@ def _is_home(home: Home, position: int, state: State, mesh: Mesh) -> bool:
 
 
 def _passes(operator: Operator, varying: Axes, used: Axes, passed: Axes) -> bool:
-    """Whether a reader passes on what varies as its choice says (see `docs/space.md`)."""
+    """Whether a reader passes on what varies as its choice says (docs/explanation/search.md)."""
     left = set(varying) - set(used)
     if operator.derived:
         return left == set(passed)

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from parloom.errors import InputError
+from parloom.errors import InfeasibleError
 from parloom.ir.graph import DTYPE_BYTES, Graph
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.conflicts import smallest_conflict
@@ -51,7 +51,7 @@ def batch_bytes(graph: Graph) -> int:
     return sum(entry.value.spec.num_bytes for entry in graph.of_kind("batch"))
 
 
-def conflict(request: Request, base: Decisions) -> InputError:
+def conflict(request: Request, base: Decisions) -> InfeasibleError:
     """The error for pins that no plan holds together: the fewest of them that none holds."""
     pinned = request.pinned
 
@@ -60,12 +60,14 @@ def conflict(request: Request, base: Decisions) -> InputError:
 
     found = smallest_conflict(pinned.pins, feasible)
     mesh = "the mesh that is asked for" if pinned.names_mesh else "a mesh of one or two axes"
+    document = {"pins": [pin.text for pin in found]}
     if len(found) == 1:
-        return InputError(f"{found[0].text}: no plan on {mesh} can hold this")
+        return InfeasibleError(f"{found[0].text}: no plan on {mesh} can hold this", document)
     shared = "; calls of one block kind are laid out alike" if _shares(pinned) else ""
     lines = "".join(f"\n  {pin.text}" for pin in found)
-    return InputError(
-        f"no plan on {mesh} holds these {len(found)} together{shared}; give up one:{lines}"
+    return InfeasibleError(
+        f"no plan on {mesh} holds these {len(found)} together{shared}; give up one:{lines}",
+        document,
     )
 
 

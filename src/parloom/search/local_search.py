@@ -1,9 +1,9 @@
 """Local search on the simulator: what its estimate does not see shows when a plan is played.
 
 Around a plan lie all weights stored alike, one kind of weight stored otherwise, and the best plans
-with one more option that is forced. A neighbor is expected to take as long as the plan beside it
-was simulated to take, and the difference of their estimates; those that are expected to be the best
-are simulated first, whichever context they are of.
+of its form with one more option that is forced. A neighbor is expected to take as long as the plan
+beside it was simulated to take, and the difference of their estimates; those that are expected to
+be the best are simulated first, whichever context they are of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +15,10 @@ import numpy as np
 
 from parloom.search.compose import Candidate, Stored
 from parloom.search.contexts import ContextSearch, EstimateErrors, SimulatedCandidate
+from parloom.search.decide import form_of
 from parloom.search.model import Floats
 from parloom.search.prices import PARTS
+from parloom.search.solve.minimum import Part
 from parloom.search.step_rows import (
     COMPUTE_AND_SENT,
     StepSums,
@@ -96,6 +98,24 @@ class _Queue:
     neighbors: list[_Neighbor] = field(default_factory=list)
 
 
+class _Parts:
+    """The parts of all solutions that forms are, and in which plans are."""
+
+    def __init__(self) -> None:
+        self.of_forms: dict[tuple[int, tuple[str, ...]], Part] = {}
+        self.of_plans: dict[tuple[int, tuple[int, ...]], Part] = {}
+
+    def of(self, context: ContextSearch, candidate: Candidate) -> Part | None:
+        """The solutions of the form of a candidate; None where there is no other form."""
+        parts, plan = context.layouts.parts, (id(context), candidate.values)
+        if parts is not None and plan not in self.of_plans:
+            form = id(context), form_of(context.layouts, candidate.values).rewrites
+            if form not in self.of_forms:
+                self.of_forms[form] = context.columns.part(parts.of_form(candidate.values))
+            self.of_plans[plan] = self.of_forms[form]
+        return self.of_plans.get(plan)
+
+
 class _LocalSearch:
     def __init__(
         self,
@@ -117,7 +137,8 @@ class _LocalSearch:
         self.stored = {id(context): _Queue(patience) for context in contexts}
         self.laid_out = {id(context): _Queue(patience) for context in contexts}
         self.known: set[tuple[object, ...]] = set()
-        self.solved: dict[tuple[int, Forced], tuple[int, ...]] = {}
+        self.solved: dict[tuple[int, int, Forced], tuple[int, ...]] = {}
+        self.parts = _Parts()
         self.composed: dict[tuple[int, tuple[int, ...]], Candidate | None] = {}
         self.numbers = count()
         starts = [(min(c.fitting(), key=aim.simulated), c) for c in contexts]
@@ -173,7 +194,8 @@ class _LocalSearch:
         for candidate in islice(matter, self.left):
             self._add(stored, context, found, forced, candidate)
         laid_out = self.laid_out[id(context)].neighbors
-        for more, option in _options(context, found.candidate, forced):
+        part = self.parts.of(context, found.candidate)
+        for more, option in _options(context, found.candidate, forced, part):
             expected = known + more * self._scale(context)
             number = next(self.numbers)
             heappush(laid_out, _Neighbor(expected, number, context, found, (*forced, option), None))
@@ -185,7 +207,7 @@ class _LocalSearch:
     def _solve(self, neighbor: _Neighbor) -> None:
         """Make the candidate of a neighbor, and the same with its parent's storage."""
         context, parent = neighbor.context, neighbor.parent
-        composed = self._composed(context, neighbor.forced)
+        composed = self._composed(context, parent.candidate, neighbor.forced)
         if composed is not None:
             queue = self.laid_out[id(context)]
             self._add(queue, context, parent, neighbor.forced, composed)
@@ -193,12 +215,15 @@ class _LocalSearch:
                 stored = _stored_as(context, composed, parent.candidate.levels)
                 self._add(queue, context, parent, neighbor.forced, stored)
 
-    def _composed(self, context: ContextSearch, forced: Forced) -> Candidate | None:
+    def _composed(
+        self, context: ContextSearch, parent: Candidate, forced: Forced
+    ) -> Candidate | None:
         """The best candidate with some options, which may be the same as with others."""
         prices = row_prices(context.duals, context.passes)
-        key = id(context), tuple(sorted(forced))
+        part = self.parts.of(context, parent)
+        key = id(context), id(part), tuple(sorted(forced))
         if key not in self.solved:
-            self.solved[key] = context.columns.minimum_with(dict(forced), prices)
+            self.solved[key] = context.columns.minimum_with(dict(forced), prices, part)
         values = self.solved[key]
         layout = id(context), values
         if layout not in self.composed:
@@ -237,19 +262,18 @@ class _LocalSearch:
 
 
 def _options(
-    context: ContextSearch, candidate: Candidate, forced: Forced
+    context: ContextSearch, candidate: Candidate, forced: Forced, part: Part | None
 ) -> Iterator[tuple[float, tuple[int, int]]]:
-    """Options that `candidate` does not have, with what they cost at least beside the minimum, the
-    cheapest first.
+    """Options that `candidate` does not have, with what they cost at least beside the minimum (of
+    a part, if one is given), the cheapest first.
     """
-    columns, composer = context.columns, context.composer
-    prices = row_prices(context.duals, context.passes)
-    bound, _ = columns.minimum(prices, NEAR)
+    composer = context.composer
+    bound, least = context.columns.least(context.duals, NEAR, part)
     layout = composer.layout_of(candidate.values)
     fixed = {variable for variable, _ in forced}
     found = [
         (float(cost - bound), (variable, value))
-        for variable, costs in enumerate(columns.least(context.duals, NEAR))
+        for variable, costs in enumerate(least)
         for value, cost in enumerate(costs)
         if cost - bound <= BEYOND * bound
         and variable not in fixed

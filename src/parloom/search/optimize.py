@@ -51,8 +51,8 @@ WORTH = 0.005
 PARENTS = 2
 # How near to the best plan a bound is near enough.
 NEAR = 0.004
-# How far behind a pipeline plans of one stage are at most around which others are looked for: these
-# were up to a fifth faster (zoo:cnn over slow links).
+# How far behind a pipeline plans of one stage are at most around which others are looked for where
+# bounds leave no room: these were up to a fifth faster (zoo:cnn over slow links).
 BEHIND = 0.2
 # The share by which a step may be longer where fewer devices count as as fast.
 SAME = 0.01
@@ -278,7 +278,7 @@ class Driver:
             before = self.best_ps
             nearest = sorted(self.looked, key=_fastest)
             for parent in nearest[: PARENTS if self._has_room() else 1]:
-                if _fastest(parent) <= _nearby_ps(self.looked, before):
+                if _fastest(parent) <= _nearby_ps(self.looked, before, self._has_room()):
                     self._refine_one(parent)
             if self.best_ps > before * (1 - BETTER):
                 return
@@ -301,7 +301,7 @@ class Driver:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
         estimates leave no room for better ones, as all of them may be wrong.
         """
-        nearby = _nearby_ps(self.looked, self.best_ps)
+        nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
@@ -318,7 +318,7 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
-            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps):
+            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
@@ -365,12 +365,12 @@ def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> Simulated
     return next(iter(found.proposals), None)
 
 
-def _nearby_ps(looked: Sequence[ContextSearch], best_ps: float) -> float:
+def _nearby_ps(looked: Sequence[ContextSearch], best_ps: float, has_room: bool) -> float:
     """How long plans take at most around which others are looked for: little longer than the best
-    of one stage, which may be behind a pipeline.
+    of one stage, which may be behind a pipeline where bounds leave room for better ones.
     """
     own = min(map(_fastest, looked), default=inf)
-    return (own if own <= best_ps * (1 + BEHIND) else best_ps) * (1 + NEARBY)
+    return (own if has_room or own <= best_ps * (1 + BEHIND) else best_ps) * (1 + NEARBY)
 
 
 def _is_limited(looked: Sequence[ContextSearch], seen: EstimateErrors, best_ps: float) -> bool:

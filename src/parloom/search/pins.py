@@ -2,7 +2,7 @@
 
     NAME=LAYOUT     `layers.0=n:x`   axis x splits factor n of the operators of layers.0
 
-`docs/pins.md` says all of it. A pin speaks about one of six things: operators, storage of
+`docs/reference/pins.md` says all of it. A pin speaks about one of six things: operators, storage of
 parameters, recomputation of blocks, the mesh, the number of stages, rewrites. Of several terms all
 must hold; a forbidden layout is one of which all terms hold.
 """

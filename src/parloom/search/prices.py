@@ -65,7 +65,7 @@ class Prices:
             known, signature = self.shared.operators, self._signature(operator, choice)
         key = self.program.places[index], flags, signature
         if key not in known:
-            known[key] = self._operator(operator, choice, flags)
+            known[key] = self.alone(operator, choice, flags)
         return known[key]
 
     def _signature(self, operator: Operator, choice: Choice) -> tuple[object, ...]:
@@ -78,7 +78,8 @@ class Prices:
         )
         return shapes, self.mesh.size(choice.used)
 
-    def _operator(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
+    def alone(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
+        """The same of an operator that need not be one of the program."""
         found = self._lowered(operator, choice, flags)
         names = frozenset(value.name for value in found.operands)
         return self._walked(found.operands, found.items, found.results, names)

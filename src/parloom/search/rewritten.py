@@ -13,7 +13,7 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
-from parloom.search.request import Request, base_of
+from parloom.search.request import Request
 from parloom.search.worthwhile import worthwhile
 
 
@@ -48,9 +48,7 @@ def with_takes(request: Request) -> Request:
     that pins leave: a pin on an operator leaves all of its block kind as it is.
     """
     (_, own), *_ = request.regular()
-    found = worthwhile(own, base_of(own), free_functions(request))
-    takes = (take for take in found if request.pinned.allows_rewrite(take.rules))
-    return replace(request, takes=tuple(takes))
+    return replace(request, takes=tuple(worthwhile(own, free_functions(request))))
 
 
 def forms_for(request: Request) -> Forms | None:

@@ -97,7 +97,7 @@ def operator_ways(
     return _played(factored, keys, others, change, fits, play, most)
 
 
-def parameter_ways(
+def parameter_ways(  # noqa: PLR0917 - of a plan, and how others are played
     factored: Factored,
     pcg: PCG,
     walker: Walker,
@@ -106,8 +106,11 @@ def parameter_ways(
     alike: Iterable[str],
     fits: Fits,
     play: Play,
+    most: int = MOST,
 ) -> Ways:
-    """The ways to store a parameter and those `alike`, by name: a ZeRO level over some axes."""
+    """The ways to store a parameter and those `alike`, by name: a ZeRO level over some axes; the
+    first `most` are played.
+    """
     decisions, keys = pcg.decisions, tuple(alike)
     reduce = tuple(axis for axis in parameter.reduce if axis != TIME)
     spec, trainable = parameter.input.value.spec, parameter.input.trainable
@@ -120,7 +123,7 @@ def parameter_ways(
         kept = tuple(found for found in decisions.parameters if found.name not in set(keys))
         return replace(decisions, parameters=(*kept, *(level.decision(key) for key in keys)))
 
-    return _played(factored, keys, others, change, fits, play)
+    return _played(factored, keys, others, change, fits, play, most)
 
 
 def _ordered(found: Mapping[str, Axes]) -> Factors:

@@ -1,112 +1,189 @@
-"""Which other ways to compute values are worth a choice: merges of products of one operand, other
-ways with which one device computes less, and those that pins ask for; but for those that much
-better ones exclude, and those with which more weights have gradients.
+"""Which other ways to compute values are worth a choice: what the cheapest whole forms of a
+function on one device have and it has not, products of one operand as one, and what pins ask for.
 
-What computes as much may still be what layouts need, but rules make hundreds of forms that no
-layout mends.
+An e-graph of the function has what equals its values by rules that may pay, and merges; calls that
+are fused are further choices. The cheapest form is extracted from all that, for a device that has
+the whole batch and for one that has its share of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from parloom.ir.graph import Function
-from parloom.ir.plan import Decisions
-from parloom.rewrite.alternatives import (
-    Replacement,
-    alternatives,
-    fused,
-    replaced,
-    with_few_rules,
-)
-from parloom.rewrite.forms import Forms
-from parloom.rewrite.merge import RULES, merges
-from parloom.rewrite.take import Origin, Take, compatible
-from parloom.rewrite.terms import calls_in
-from parloom.rewrite.trained import Trained
-from parloom.search.contexts import Contexts
-from parloom.search.least_compute import times_on_one_device
+from parloom.errors import InputError
+from parloom.ir.graph import Call, Function, Graph
+from parloom.rewrite.bodies import Body
+from parloom.rewrite.egraph import Class, Way, ways
+from parloom.rewrite.follows import rules_for, with_few_rules
+from parloom.rewrite.horizontal import fusions
+from parloom.rewrite.merge import merges_in
+from parloom.rewrite.rewrites import rule_names
+from parloom.rewrite.substitutions import applied, by_rules, differences, takes_between
+from parloom.rewrite.take import Take, compatible, ends_of, taken_bodies
+from parloom.rewrite.terms import names_in
+from parloom.search.extraction import ANY, Choices, Extraction
+from parloom.search.may_pay import MayPay, Values, on_share
+from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.request import Request
 
-# Ways of a value, and of a block kind, that are kept beside merges.
-OF_VALUE, MOST = 2, 6
-# How many times as much saves another way, beside which one that excludes it is not kept.
-DOMINATED = 1.5
-# The least share of what one device computes that a way saves: each makes planning longer.
+# Calls of an e-graph at most beside those of the function, and rounds of rules: where operators
+# take as long whatever they compute, all rules may pay.
+CALLS, ROUNDS = 150, 15
+# How many rewrites are made first where what pins ask for applies nowhere.
+FIRST = 100
+# The share of what one device computes that each new call must save: choices make planning longer.
 LEAST = 1e-3
 
 
-@dataclass(frozen=True)
-class _Way:
-    """What one device saves, in picoseconds, by another way to compute values."""
-
-    saved_ps: int
-    one: Replacement
-
-    @property
-    def take(self) -> Take:
-        return self.one.take
-
-    @property
-    def is_merge(self) -> bool:
-        return set(self.take.rules) <= RULES.keys()
-
-    def excludes(self, other: "_Way") -> bool:
-        """Whether some of the same operators are gone by both."""
-        return not set(map(id, self.one.gone)).isdisjoint(map(id, other.one.gone))
-
-
-def worthwhile(request: Request, base: Decisions, functions: Sequence[Function]) -> Iterator[Take]:
-    """Ways to compute values of these functions."""
-    found = {own.name: list(_ways(request, own)) for own in functions}
-    takes = [one.take for own in found.values() for one in own]
-    if not takes:
+def worthwhile(request: Request, functions: Sequence[Function]) -> Iterator[Take]:
+    """Ways to compute values of these functions by rules that pins leave."""
+    if not any(request.pinned.allows_rewrite((rule,)) for rule in rule_names()):
         return
-    forms = Forms(request.graph, takes)
-    _, program, times = times_on_one_device(Contexts(request, base, forms))
-
-    def spent(function: str, origins: Iterable[Origin]) -> int:
-        places = (forms.place_of(function, origin) for origin in origins)
-        return sum(times[program.indices[place]] for place in places)
-
-    for own in functions:
-        ways = []
-        for one in found[own.name]:
-            new = spent(own.name, set(calls_in(one.take.call)))
-            ways.append(_Way(spent(own.name, one.gone) - new, one))
-        yield from _kept(request, own, ways, LEAST * sum(times))
+    graph, device = request.graph, OneDevice(request)
+    every = {own.name: FunctionCosts(device, own.name) for own in (*graph.functions, graph.main)}
+    ps = sum(every[own.name].of(own) for own in (*graph.functions, graph.main))
+    for function in functions:
+        forms = WholeForms(request, function, every[function.name], LEAST * ps)
+        takes = filter(forms.can_be_made, dict.fromkeys(forms.takes()))
+        yield from compatible(function, takes)
 
 
-def _kept(
-    request: Request, function: Function, ways: Sequence[_Way], least_ps: float
-) -> Iterator[Take]:
-    """Those that are worth a choice, of those that save as much the first: operands are in any
-    order.
+class WholeForms:
+    """Other forms of a function of the graph of `request`, in which each new call costs `more_ps`
+    beside its time.
     """
-    known, kept, trained = set[object](), list[_Way](), Trained(request.graph)
-    for way in sorted(ways, key=lambda own: -own.saved_ps):
-        take, is_wanted = way.take, request.pinned.wants_rewrite(way.take.rules)
-        is_kept = not any(
-            way.saved_ps * DOMINATED < own.saved_ps and own.excludes(way) for own in kept
-        )
-        if not way.is_merge:
-            key = take.values, way.saved_ps
-            others = [own for own in kept if not own.is_merge]
-            alike = [own for own in others if own.take.values == take.values]
-            is_kept &= way.saved_ps > least_ps and key not in known
-            is_kept &= len(alike) < OF_VALUE and len(others) < MOST
-            is_kept &= not trained.grows(function, way.one.new)
-            known.add(key)
-        if is_kept or is_wanted:
-            named = with_few_rules(function, take)
-            if named and (is_kept or request.pinned.wants_rewrite(named.rules)):
-                kept.append(way)
-                yield named
+
+    def __init__(
+        self, request: Request, function: Function, costs: FunctionCosts, more_ps: float
+    ) -> None:
+        self.request, self.function = request, function
+        self.costs, self.more_ps = costs, more_ps
+        self.ends = ends_of(request.graph, function)
+        allowed = request.pinned.allows_rewrite
+        self.rules = [rule for rule in rules_for(function) if allowed((rule.id,))]
+        merges = [take for take in merges_in(function) if allowed(take.rules)]
+        fused = [take for take in fusions(request.graph, function) if allowed(take.rules)]
+        self.as_one = (*merges, *fused)
+        # The rules of all merges of products that were there at some time.
+        self.merged = dict.fromkeys(rule for take in merges for rule in take.rules)
+        self.body = Body(function, len(function.body) + CALLS)
+        weights = weights_of(request.graph, function)
+        devices = request.cluster.num_devices
+        self.values = Values(self.body, costs, weights)
+        self.may_pay = MayPay(self.values, devices)
+        classes, grows = self.body.classes, self.values.grows
+        self.merges = [take for take in merges if not grows(take.call, classes)]
+        self.fused = [take for take in fused if not grows(take.call, classes)]
+        self.shares = (1, devices) if devices > 1 else (1,)
+
+    def takes(self) -> Iterator[Take]:
+        """What pins ask for, what forms have, and merges of products that no form changes."""
+        yield from self._wanted()
+        values = set[str]()
+        for take in self._of_forms():
+            values.update(name for _, name in take.taken)
+            yield take
+        yield from (take for take in self.merges if values.isdisjoint(take.values))
+
+    def can_be_made(self, take: Take) -> bool:
+        """Whether the graph may have a take alone."""
+        try:
+            return bool(taken_bodies(self.request.graph, [take]))
+        except InputError:
+            return False
+
+    def _of_forms(self) -> Iterator[Take]:
+        """What the cheapest forms have and the function has not."""
+        self.body.saturate(self.rules, ROUNDS, self.may_pay)
+        for take in self.merges:
+            self.body.unite(take, self.body.classes)
+        choices = self._choices()
+        if not any(own.place == ANY for own in choices.every):
+            return
+        forms = [self._cheapest(choices, devices) for devices in self.shares]
+        if self._add_merges(choices, forms):
+            choices = self._choices()
+            forms = [self._cheapest(choices, devices) for devices in self.shares]
+        for taken in forms:
+            yield from self._named(choices, taken)
+
+    def _choices(self) -> Choices:
+        return Choices(self.body, self.ends, self.fused)
+
+    def _cheapest(self, choices: Choices, devices: int) -> Mapping[Class, int]:
+        """The choices of the form that takes a device with a share of the batch least."""
+        times = [
+            on_share((0, ps) if self._is_of_weights(own.reads) else (ps, 0), devices)
+            + self.more_ps * (own.place == ANY)
+            for own, ps in zip(choices.every, choices.times(self.costs), strict=True)
+        ]
+        return Extraction(choices, times).solve()
+
+    def _is_of_weights(self, read: Sequence[Class]) -> bool:
+        return bool(read) and all(self.values.made(one).of_weights for one in read)
+
+    def _add_merges(self, choices: Choices, forms: Iterable[Mapping[Class, int]]) -> bool:
+        """Add merges of products in these forms; whether there are any."""
+        before = self.body.graph.num_nodes
+        allowed = self.request.pinned.allows_rewrite
+        classes = {name: one for one, name in choices.name.items()} | self.body.classes
+        for taken in forms:
+            for take in merges_in(choices.function(taken)):
+                named = {*names_in(take.call), *take.values}
+                known = classes.keys() >= named and not self.values.grows(take.call, classes)
+                if known and allowed(take.rules):
+                    self.body.unite(take, classes)
+                    self.merged |= dict.fromkeys(take.rules)
+        return self.body.graph.num_nodes > before
+
+    def _named(self, choices: Choices, taken: Mapping[Class, int]) -> Iterator[Take]:
+        """What a form has and the function has not, by as few rules as are needed."""
+        fused = choices.takes(taken)
+        values = {name for take in fused for _, name in take.taken}
+        yield from fused
+        rules = (*self.merged, *self.body.graph.fired)
+        for take in differences(self.function, choices.function(taken), rules):
+            if values.isdisjoint(name for _, name in take.taken):
+                named = with_few_rules(self.function, take)
+                if named is not None:
+                    yield named
+
+    def _wanted(self) -> Iterator[Take]:
+        """What pins ask for, wherever it applies to the function as it is; where that is nowhere,
+        to what another rule makes of it.
+        """
+        if not self.request.pinned.wanted_rewrites:
+            return
+        wanted, graph = self.request.pinned.wants_rewrite, self.request.graph
+        takes = [take for take in self.as_one if wanted(take.rules)]
+        of = [way for rule in self.rules for way in ways(rule) if wanted((rule.id,))]
+        for found in by_rules(graph, self.function, of):
+            every = (with_few_rules(self.function, take) for take in found.takes)
+            takes += (take for take in every if take is not None and wanted(take.rules))
+        yield from takes or self._wanted_next(of)
+
+    def _wanted_next(self, of: Sequence[Way]) -> Iterator[Take]:
+        """What pins ask for after one other rule."""
+        wanted, graph = self.request.pinned.wants_rewrite, self.request.graph
+        every = (way for rule in self.rules for way in ways(rule))
+        for first in islice(by_rules(graph, self.function, every), FIRST if of else 0):
+            if (body := applied(graph, self.function, first)) is None:
+                continue
+            for found in by_rules(graph, body, of):
+                if after := applied(graph, body, found):
+                    takes = takes_between(self.function, after, (*first.rules, *found.rules)) or ()
+                    yield from (take for take in takes if wanted(take.rules))
 
 
-def _ways(request: Request, function: Function) -> Iterator[Replacement]:
-    """Other ways to compute values of a function that may be beside each other."""
-    graph = request.graph
-    joined = (replaced(graph, function, m) for m in merges(graph) if m.function == function.name)
-    every = (*joined, *fused(graph, function), *alternatives(graph, function))
-    found = {one.take: one for one in every if one is not None}
-    return (found[take] for take in compatible(function, found))
+def weights_of(graph: Graph, function: Function) -> frozenset[str]:
+    """The inputs of a function that do not depend on the batch, in any of its calls."""
+    batch = {entry.value.name for entry in graph.of_kind("batch")}
+    if function.name == graph.main.name:
+        return frozenset(value.name for value in function.inputs) - batch
+    every = (item for item in graph.main.body if isinstance(item, Call))
+    calls = [call for call in every if call.function == function.name]
+    inputs = {entry.value.name for entry in graph.inputs} - batch
+    return frozenset(
+        value.name
+        for at, value in enumerate(function.inputs)
+        if calls and all(call.args[at] in inputs for call in calls)
+    )

@@ -34,6 +34,7 @@ _BUILDERS = MappingProxyType(
         "dlrm_criteo": ("dlrm", "build_criteo"),
         "gnmt": ("gnmt", "build"),
         "gpt": ("gpt", "build"),
+        "gpt2": ("gpt2", "build"),
         "gshard": ("gshard", "build"),
         "inception_v3": ("inception", "build"),
         "inception_v3_artifact": ("inception", "build_artifact"),

@@ -1,11 +1,11 @@
-import type { Card, Grid, Plan, Tensor } from "../data";
+import type { Grid, OperatorCard, ParameterCard, Plan, Tensor, Term } from "../data";
 import { details, h, table, type Cell } from "../dom";
 import { bytes, cause, count, percent, picoseconds, seconds, signed } from "../format";
 import type { Selection } from "../select";
 
-/** A panel with all that is known of an operator that is selected in one of the plans. */
+/** A panel with all that is known of an operator or a parameter that is selected in one of the plans. */
 export function cardPanel(plans: Plan[], selections: Selection[]): HTMLElement {
-  const panel = h("aside", { class: "card", hidden: true, "aria-label": "Selected operator", tabindex: "-1" });
+  const panel = h("aside", { class: "card", hidden: true, "aria-label": "Selected operator or parameter", tabindex: "-1" });
   let last: Element | null = null;
   function close(): void {
     panel.hidden = true;
@@ -21,7 +21,7 @@ export function cardPanel(plans: Plan[], selections: Selection[]): HTMLElement {
       last = document.activeElement;
       const button = h("button", { type: "button", class: "close", click: close, "aria-label": "Close" }, "×");
       const path = plans.length > 1 ? [h("p", { class: "path" }, plans[index]!.path)] : [];
-      panel.replaceChildren(button, ...path, ...cardOf(card));
+      panel.replaceChildren(button, ...path, ...(card.kind === "operator" ? operatorOf(card) : parameterOf(card)));
       panel.hidden = false;
       panel.focus();
     }),
@@ -29,8 +29,8 @@ export function cardPanel(plans: Plan[], selections: Selection[]): HTMLElement {
   return panel;
 }
 
-function cardOf(card: Card): HTMLElement[] {
-  const alike = card.alike.length > 1 ? `, as ${card.alike.length - 1} more` : "";
+function operatorOf(card: OperatorCard): HTMLElement[] {
+  const alike = alikeOf(card.alike);
   const splits = Object.entries(card.splits).map(([axis, what]) => `axis ${axis} splits ${what}`);
   const parts = [
     h("h2", {}, card.name),
@@ -40,17 +40,7 @@ function cardOf(card: Card): HTMLElement[] {
     h("h3", {}, "Layouts"),
     ...card.operands.map((tensor) => tensorOf(tensor, `reads ${tensor.name} from ${tensor.from ?? ""}`)),
     ...card.results.map((tensor) => tensorOf(tensor, `makes ${tensor.name}`)),
-    table(
-      "What one call costs",
-      ["term", "forward", "backward", "a step", "bytes sent or moved"],
-      card.terms.map((term) => [
-        `${term.what}${term.of ? ` of ${term.of}` : ""}${term.axes.length ? ` over ${term.axes.join(", ")}` : ""}${term.level ? ` (${term.level})` : ""}`,
-        seconds(term.forward_s),
-        seconds(term.backward_s),
-        seconds(term.step_s),
-        term.bytes ? bytes(term.bytes) : "",
-      ]),
-    ),
+    costs("What one call costs", card.terms),
   ];
   if (card.runners_up.length) {
     const rows: Cell[][] = card.runners_up.map((way) => [
@@ -67,10 +57,50 @@ function cardOf(card: Card): HTMLElement[] {
   return parts;
 }
 
+/** Where a parameter lives: as it is computed with, and as it is stored. */
+function parameterOf(card: ParameterCard): HTMLElement[] {
+  const stored = Object.entries(card.stored);
+  const cut = stored.find(([, own]) => own.grid !== null);
+  const sum = card.partial_gradient.length ? `; its gradient is a sum over ${card.partial_gradient.join(", ")}` : "";
+  return [
+    h("h2", {}, card.name),
+    h("p", {}, `parameter in ${card.place}${alikeOf(card.alike)}${card.trainable ? "" : ", not trained"}`),
+    h("h3", {}, "Computed with"),
+    h("p", {}, `${liesAs(card)}${sum}`),
+    gridOf(card.grid, card.name),
+    h("h3", {}, "Stored"),
+    table("How it is stored, and how much of it on each device", ["", "how", "bytes on each device"], stored.map(([role, own]) => [role, own.words, bytes(own.bytes)])),
+    ...(cut ? [gridOf(cut[1].grid!, `the ${cut[0]} of each part`)] : []),
+    table("Read by", ["operator", "as"], card.readers.map((reader) => [reader.name, reader.layout])),
+    costs("What its gathers, its gradient and its update cost", card.terms),
+  ];
+}
+
+function alikeOf(names: string[]): string {
+  return names.length > 1 ? `, as ${names.length - 1} more` : "";
+}
+
+function costs(title: string, terms: Term[]): HTMLElement {
+  return table(
+    title,
+    ["term", "forward", "backward", "a step", "bytes sent or moved"],
+    terms.map((term) => [
+      `${term.what}${term.of ? ` of ${term.of}` : ""}${term.axes.length ? ` over ${term.axes.join(", ")}` : ""}${term.level ? ` (${term.level})` : ""}`,
+      seconds(term.forward_s),
+      seconds(term.backward_s),
+      seconds(term.step_s),
+      term.bytes ? bytes(term.bytes) : "",
+    ]),
+  );
+}
+
 function tensorOf(tensor: Tensor, title: string): HTMLElement {
+  return details(title, h("p", {}, liesAs(tensor)), gridOf(tensor.grid, tensor.name));
+}
+
+function liesAs(tensor: Tensor): string {
   const partial = tensor.partial.length ? `; partial over ${tensor.partial.join(", ")}` : "";
-  const words = `${tensor.dtype}[${tensor.shape.join(", ")}] lies as ${tensor.layout}, [${tensor.local_shape.join(", ")}] on each device${partial}`;
-  return details(title, h("p", {}, words), gridOf(tensor.grid, tensor.name));
+  return `${tensor.dtype}[${tensor.shape.join(", ")}] lies as ${tensor.layout}, [${tensor.local_shape.join(", ")}] on each device${partial}`;
 }
 
 /** Which devices hold which slice. */

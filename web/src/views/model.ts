@@ -5,10 +5,12 @@ import type { GraphFunction, GraphNode, Plan } from "../data";
 import { choice, h, table } from "../dom";
 import { percent, seconds } from "../format";
 import type { Selection } from "../select";
+import { finder, parameters } from "./names";
 
 const WIDTH = 150;
 const HEIGHT = 34;
 const LABEL = 22;
+const FITTED = 0.8; // of a chart, by ECharts
 
 /** The folded graph: block kinds once, colored by time or by layout. */
 export function model(plan: Plan, selection: Selection): HTMLElement[] {
@@ -17,7 +19,8 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   let byLayout = false;
   let selected = "";
   const layouts = [...new Set(functions.flatMap((f) => f.nodes.map(layoutOf)))].sort();
-  const make = () => graphOption(functions[shown]!, byLayout ? layouts : null, selected, plan);
+  const make = (width: number, height: number) =>
+    graphOption(functions[shown]!, byLayout ? layouts : null, selected, plan, [width, height]);
   const rows = functions.flatMap((own) => own.nodes.map((node) => nodeRow(own, node, selection)));
   const data = table(
     "Operators by place, the most expensive first",
@@ -48,7 +51,8 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
     chart.change(make);
   });
   const help = "Select an operator for its layout, costs and next best ways; select a block to look into it. Drag to move, turn the wheel to zoom.";
-  return [h("p", {}, help), h("div", { class: "controls" }, which, color), chart.element];
+  const controls = h("div", { class: "controls" }, which, color);
+  return [h("p", {}, help), finder(plan, selection), controls, chart.element, parameters(plan, selection)];
 }
 
 function nodeRow(own: GraphFunction, node: GraphNode, selection: Selection) {
@@ -71,7 +75,7 @@ function layoutOf(node: GraphNode): string {
   return Object.entries(node.splits).map(([axis, what]) => `${axis}: ${what}`).join("; ") || "not split";
 }
 
-function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, plan: Plan) {
+function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, plan: Plan, [width, height]: [number, number]) {
   const layout = new dagre.graphlib.Graph();
   layout.setGraph({ rankdir: "TB", nodesep: 14, ranksep: 26 });
   layout.setDefaultEdgeLabel(() => ({}));
@@ -79,6 +83,11 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
   own.edges.forEach(([source, target]) => layout.setEdge(String(source), String(target)));
   dagre.layout(layout);
   const { text, faint } = ink();
+  // The whole graph would be scaled into the chart, its nodes not: what does not fit is drawn as large
+  // as it is, from its top, and shrinks with its nodes where one zooms out.
+  const size = layout.graph();
+  const scale = Math.min(1, (FITTED * width) / (size.width! + WIDTH), (FITTED * height) / (size.height! + HEIGHT));
+  const top = [size.width! / 2, Math.min(size.height!, height / 2 - HEIGHT) / 2 + (scale < 1 ? height / 4 : 0)];
   const most = Math.max(1e-12, ...own.nodes.map((node) => node.share));
   const nodes = own.nodes.map((node, index) => {
     const place = layout.node(String(index))!;
@@ -89,7 +98,7 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
       x: place.x,
       y: place.y,
       symbol: "roundRect",
-      symbolSize: [WIDTH, HEIGHT],
+      symbolSize: [WIDTH * scale, HEIGHT * scale],
       itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 1 },
       label: { show: true, color: letter, fontSize: 11, formatter: short(node) },
       tooltip: { formatter: () => tip(node, plan) },
@@ -101,12 +110,13 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
         type: "graph",
         layout: "none",
         roam: true,
+        ...(scale < 1 ? { zoom: 1 / scale, center: top } : {}),
         scaleLimit: { min: 0.1, max: 8 },
         nodeScaleRatio: 1,
         data: nodes,
         links: own.edges.map(([source, target]) => ({ source: String(source), target: String(target) })),
-        edgeSymbol: ["none", "arrow"],
-        edgeSymbolSize: 6,
+        // From the top down; an arrow would shorten edges by the width of a node, to nothing.
+        edgeSymbol: ["none", "none"],
         lineStyle: { color: text, opacity: 0.45, curveness: 0 },
         emphasis: { focus: "adjacency" },
       },

@@ -1,6 +1,7 @@
 import { Chart, ink } from "../chart";
 import type { Plan, Versus } from "../data";
 import { h, list, table, type Cell } from "../dom";
+import { front } from "./front";
 import { bytes, cause, percent, picoseconds, seconds, signed } from "../format";
 
 /** Other plans, and by which causes they differ. */
@@ -14,6 +15,7 @@ export function why(plan: Plan): HTMLElement[] {
   ]);
   return [
     ...compared(plan.why_not, "Why not another plan: step time by cause, against the plan"),
+    ...front(plan.front),
     table("Other plans that were priced", ["plan", "step time", "against the plan", "peak", "fits"], rows),
   ];
 }

@@ -6,7 +6,7 @@ from typing import Any
 from parloom.ir.graph import FlatNode
 from parloom.report.case import Case, StageCase
 from parloom.report.explain_name import name_explained
-from parloom.report.names import Names
+from parloom.report.names import Names, Tensor
 from parloom.report.page.graph import operator_times
 from parloom.report.page.sides import Side
 from parloom.search.runner_up import Play
@@ -38,6 +38,24 @@ def cards(side: Side, say: Say) -> dict[str, Document]:
             found[f"{place}|{flat.node.key}"] = card
             if is_large:
                 say(f"other ways of {flat.key}: {number + 1} of {len(wanted)} operators")
+    return found
+
+
+def parameter_cards(side: Side) -> dict[str, Document]:
+    """One card for each parameter, and for those of other calls of its block kind that are stored
+    alike, by place and name as `place|name`. No other way is played.
+    """
+    found: dict[str, Document] = {}
+    known: set[str] = set()
+    for case in side.cases():
+        for parameter in case.pcg.parameters:
+            target = parameter.input.target
+            if target in known:
+                continue
+            named = Tensor(target, input=parameter.input)
+            card = name_explained(case, named, _player(side, case), 0)
+            known.update(card["alike"])
+            found[f"{card['place']}|{target}"] = card
     return found
 
 

@@ -11,7 +11,7 @@ from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, Step
 from parloom.report.explain import bound_words
-from parloom.report.page.cards import cards
+from parloom.report.page.cards import cards, parameter_cards
 from parloom.report.page.graph import graph_view
 from parloom.report.page.network import network_view
 from parloom.report.page.sides import Side
@@ -55,7 +55,7 @@ def _plan(side: Side, say: Say) -> Document:
             for c, ps in sorted(step.ledger.by_cause().items(), key=lambda own: (-own[1], own[0]))
         ],
         "graph": graph_view(graph, cases),
-        "cards": cards(side, say),
+        "cards": cards(side, say) | parameter_cards(side),
         "network": network_view(side),
         "steps": steps_view(side),
         "memory": memory_view(side),
@@ -63,6 +63,7 @@ def _plan(side: Side, say: Say) -> Document:
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
         ],
+        "front": _front(side),
         "why_not": [_versus(step, other, name) for name, other in side.others.items()],
         "rewrites": list(rewrites_explained(step, side.play)),
         "stages": _stages(side),
@@ -102,6 +103,14 @@ def _samples(graph: Graph) -> int | None:
     """Samples of a batch: the first dim of its first tensor."""
     shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
     return next((shape[0] for shape in shapes if shape), None)
+
+
+def _front(side: Side) -> Document | None:
+    """What was planned on other clusters, as far as it is drawn."""
+    if side.front is None:
+        return None
+    rows = [row for row in side.front["rows"] if row["reason"] is None]
+    return {"unit": side.front["work"]["unit"], "rows": rows, "prices": side.front["prices"]}
 
 
 def _stages(side: Side) -> list[Document]:

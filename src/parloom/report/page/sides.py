@@ -22,7 +22,8 @@ class Side:
     """`step` is of the plan at `path`; `play` simulates other plans of its graph, of one stage.
 
     `others` are plans of the same question by name, which it is compared with; `observed` is a step
-    of a run and its number.
+    of a run and its number; `front` is what was planned beside it on other clusters and parts of
+    them (`report.fronts`).
     """
 
     path: str
@@ -30,6 +31,7 @@ class Side:
     play: Play
     others: Mapping[str, Case | PipelineCase]
     observed: tuple[int, Timeline] | None = None
+    front: Document | None = None
 
     @property
     def plan(self) -> Plan:

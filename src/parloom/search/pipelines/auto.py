@@ -7,7 +7,7 @@ first ones are simulated, and boundaries of the best are moved.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import chain, islice
@@ -34,7 +34,7 @@ from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.searched import Searched
-from parloom.search.work import OutOfWorkError
+from parloom.search.work import OutOfWorkError, Work
 
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
 JUDGED, EACH, MOVED = 12, 2, 40
@@ -90,8 +90,8 @@ def search_pipelines(
 ) -> Searched | None:
     """Pipelines that are faster than `best`, and what none takes less than; None where there are
     none such. They have the form of `best`, or the one with which one device computes least; where
-    that changes main, the model's own as well, in which branches that a rewrite joins may be on
-    different devices.
+    that changes main, the model's own comes first, in which branches that a rewrite joins may be on
+    different devices, and says what promises most.
     """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return None
@@ -108,53 +108,102 @@ def search_pipelines(
         return Searched((), 0.0, inf, Status.OUT_OF_BUDGET)
     except KeyboardInterrupt:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
-    best_ps, found = best.step_ps if best else inf, list[Searched]()
+    best_ps, work = best.step_ps if best else inf, Work(request.budget)
     joins = any(take.function == request.graph.main.name for take in takes_of(rewrites))
-    for own in (rewrites, ()) if joins else (rewrites,):
-        budget = found[-1].work_left if found else request.budget
-        form = RewrittenRequest(replace(request, budget=budget), own)
-        found.append(_of_one_form(form, base, best_ps, say))
-        best_ps = min([best_ps, *(plan.step_ps for plan in found[-1].proposals)])
-        if found[-1].status is not Status.COMPLETE:
-            break
-    last = found[-1]
-    bound_ps = 0.0 if last.status is Status.INTERRUPTED else bound_ps
-    every = reduce(Searched.beside, found)
-    return replace(every, bound_ps=bound_ps, status=last.status, work_left=last.work_left)
-
-
-def _of_one_form(form: RewrittenRequest, base: Decisions, best_ps: float, say: Say) -> Searched:
-    """Pipelines of one form that are faster than `best_ps`; they have no bound of their own."""
-    searches: list[PipelineSearch] = []
-    request, status = form.request, Status.COMPLETE
+    every = [
+        FormPipelines(request, base, own, best_ps, work, say)
+        for own in (((), rewrites) if joins else (rewrites,))
+    ]
+    status = Status.COMPLETE
     try:
-        contexts = Contexts(request, base)
-        for own in _asked(request):
-            whole = own.cluster.num_devices == request.cluster.num_devices
-            there = contexts if whole else contexts.on_part(own)
-            searches.append(PipelineSearch(there, best_ps, say))
-            searches[-1].run()
-            best_ps = searches[-1].best_ps
+        among: Collection[tuple[int, int]] = ()
+        for one in every:
+            among = one.look(among)
+        min(every, key=lambda one: one.fastest_ps).finish(min(one.best_ps for one in every))
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-    if not searches:
-        return Searched((), 0.0, inf, status, work_left=request.budget)
     try:
-        plans, smallest = _found(searches)
+        answers = [one.answer() for one in every]
     except KeyboardInterrupt:  # it takes a moment: what was found is kept
-        status, (plans, smallest) = Status.INTERRUPTED, _found(searches)
-    return Searched(
-        plans,
-        # Parts of the cluster have fewer devices for the same work.
-        0.0,
-        inf,
-        status,
-        left_out=searches[0].contexts.refusals.words(),
-        smallest=smallest,
-        work_left=searches[0].contexts.work.left,
-    ).of(form)
+        status, answers = Status.INTERRUPTED, [one.answer() for one in every]
+    bound_ps = 0.0 if status is Status.INTERRUPTED else bound_ps
+    found = reduce(Searched.beside, answers)
+    return replace(found, bound_ps=bound_ps, status=status, work_left=work.left)
+
+
+class FormPipelines:
+    """Pipelines of one form of the graph that are faster than `best_ps`. What was found of another
+    form is not known to them: what is near a split need not be as fast at first.
+    """
+
+    def __init__(
+        self,
+        asked: Request,
+        base: Decisions,
+        rewrites: Sequence[str],
+        best_ps: float,
+        work: Work,
+        say: Say,
+    ) -> None:
+        self.form, self.base = RewrittenRequest(asked, rewrites), base
+        self.best_ps, self.work, self.say = best_ps, work, say
+        self.searches: list[PipelineSearch] = []
+
+    def look(self, among: Collection[tuple[int, int]]) -> Collection[tuple[int, int]]:
+        """Simulate what promises most on all devices, of the sizes of groups and numbers of
+        microbatches given, or of all: those of what was simulated.
+        """
+        contexts = Contexts(self.form.request, self.base, work=self.work)
+        whole = self._add(contexts)
+        whole.look(among)
+        self.best_ps = whole.best_ps
+        return dict.fromkeys(
+            (one.split.costs[0].num_devices, one.split.num_microbatches)
+            for one in whole.tried.judged
+        )
+
+    @property
+    def fastest_ps(self) -> float:
+        """The step of the fastest pipeline that was simulated and fits."""
+        found = chain.from_iterable(search.tried.fitting()[:1] for search in self.searches)
+        return min((float(one.step_ps) for one in found), default=inf)
+
+    def finish(self, best_ps: float) -> None:
+        """Look for what is faster than `best_ps` among all splits, where they are few; and on parts
+        of several devices, where some may be left idle and all are few.
+        """
+        whole = self.searches[0]
+        whole.best_ps = best_ps
+        whole.look_at_every()
+        self.best_ps, request = whole.best_ps, self.form.request
+        if request.cluster.num_devices <= MOST_DEVICES:
+            for own in request.parts():
+                if own.cluster.num_devices > 1:
+                    search = self._add(whole.contexts.on_part(own))
+                    search.look()
+                    search.look_at_every()
+                    self.best_ps = search.best_ps
+
+    def answer(self) -> Searched:
+        """What was found; it has no bound of its own."""
+        smallest: SimulatedPlan | None = None
+        for search in self.searches:
+            smallest = search.smallest(smallest)
+        plans = chain.from_iterable(search.plans() for search in self.searches)
+        return Searched(
+            tuple(sorted(plans, key=lambda plan: plan.step_ps)),
+            # Parts of the cluster have fewer devices for the same work.
+            0.0,
+            inf,
+            left_out=self.searches[0].contexts.refusals.words() if self.searches else "",
+            smallest=smallest,
+        ).of(self.form)
+
+    def _add(self, contexts: Contexts) -> "PipelineSearch":
+        self.searches.append(PipelineSearch(contexts, self.best_ps, self.say))
+        return self.searches[-1]
 
 
 def _form_of(best: SimulatedPlan | None, forms: Contexts) -> tuple[str, ...]:
@@ -167,29 +216,9 @@ def _form_of(best: SimulatedPlan | None, forms: Contexts) -> tuple[str, ...]:
     return rewrites
 
 
-def _found(
-    searches: Sequence["PipelineSearch"],
-) -> tuple[tuple[SimulatedPlan, ...], SimulatedPlan | None]:
-    """The plans that fit, the fastest first, and the smallest of all."""
-    smallest: SimulatedPlan | None = None
-    for search in searches:
-        smallest = search.smallest(smallest)
-    plans = chain.from_iterable(search.plans() for search in searches)
-    return tuple(sorted(plans, key=lambda plan: plan.step_ps)), smallest
-
-
 def holds_pins(request: Request, decisions: Decisions) -> bool:
     """Whether a plan holds all that is pinned."""
     return broken(request.pinned, request.graph, decisions) is None
-
-
-def _asked(request: Request) -> Iterator[Request]:
-    """The request, and where some devices may be left idle and all are few, the same on parts of
-    several devices.
-    """
-    yield request
-    if request.cluster.num_devices <= MOST_DEVICES:
-        yield from (own for own in request.parts() if own.cluster.num_devices > 1)
 
 
 def least_pipeline_ps(contexts: Contexts) -> float:
@@ -232,13 +261,23 @@ class PipelineSearch:
         judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
-    def run(self) -> None:
-        """Simulate what promises most, and what is near the best of that."""
+    def look(self, among: Collection[tuple[int, int]] = ()) -> None:
+        """Simulate what promises most, of the sizes of groups and numbers of microbatches given,
+        or of all, and what is near the best of that.
+        """
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
-        self.splits.look()
+        for size, count in among:
+            self.splits.look_at(size, count)
+        if among:
+            self.splits.add_exposed()
+        else:
+            self.splits.look()
         self._judge_best()
         self._climb()
+
+    def look_at_every(self) -> None:
+        """Simulate all splits of the layouts that were looked at, where they are few."""
         layouts, before = self._promising_layouts(), self.best_ps
         if layouts:
             self.judge_every(EverySplit(self.tried.judge, layouts, self.tried.spend))

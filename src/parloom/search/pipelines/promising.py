@@ -48,7 +48,7 @@ class PromisingSplits:
             groups = self.devices // size
             if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
                 per_group = self._look_on(size, per_group * groups) / groups or per_group
-        self._add_exposed()
+        self.add_exposed()
         self._add_uneven()
 
     def make_smaller(self, judged: Iterable[Split]) -> None:
@@ -148,7 +148,7 @@ class PromisingSplits:
             if allowed and split.stored_bytes() <= self.request.limit_bytes:
                 yield split
 
-    def _add_exposed(self) -> None:
+    def add_exposed(self) -> None:
         """Splits of layouts in which nothing hides, where those in which all does promise most."""
         enough_ps = self.enough_ps()
         promising = {layout_of(split) for split in self.found if split.step_ps <= enough_ps}

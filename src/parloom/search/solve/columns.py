@@ -9,8 +9,8 @@ from math import inf
 from typing import Protocol
 
 from parloom.search.linear import LinearProgram
-from parloom.search.model import Floats, Model
-from parloom.search.solve.minimum import Minimizer, Parts
+from parloom.search.model import Bools, Floats, Model
+from parloom.search.solve.minimum import Minimizer, Part, Parts
 from parloom.search.step_rows import (
     EXPOSED,
     INSTANTS,
@@ -96,16 +96,28 @@ class ColumnGeneration:
             self.joint |= {number for number, more in missed.items() if more >= least}
             self.minimizer = Minimizer(self.problem.model(self.joint), self.problem.parts)
 
-    def minimum_with(self, forced: Mapping[int, int], prices: Floats) -> tuple[int, ...]:
-        """A good solution under `prices` in which variables have these values."""
-        self.work.spend()
-        return self.minimizer.minimum_with(forced, prices)[: self.size]
+    def part(self, allowed: Sequence[Bools]) -> Part:
+        """The minima of solutions that have these options, as exact as the model is now."""
+        return Part(self.minimizer.model, allowed)
 
-    def least(self, duals: ShadowPrices, tolerance: float) -> Sequence[Floats]:
-        """What solutions with each option of each variable cost at least under `duals`."""
+    def minimum_with(
+        self, forced: Mapping[int, int], prices: Floats, part: Part | None = None
+    ) -> tuple[int, ...]:
+        """A good solution under `prices`, or one of a part, in which variables have these
+        values.
+        """
+        self.work.spend()
+        return (part or self.minimizer).minimum_with(forced, prices)[: self.size]
+
+    def least(
+        self, duals: ShadowPrices, tolerance: float, part: Part | None = None
+    ) -> tuple[float, Sequence[Floats]]:
+        """What solutions, or those of a part, cost at least under `duals`, and those with each
+        option of each variable.
+        """
         prices = row_prices(duals, self.passes)
-        self.minimum(prices, tolerance)
-        return self.minimizer.least(prices, tolerance / 2)[: self.size]
+        bound, _ = (part or self).minimum(prices, tolerance)
+        return bound, (part or self.minimizer).least(prices, tolerance / 2)[: self.size]
 
     def bound_ps(self, limit_bytes: float) -> float:
         """No solution within `limit_bytes` has a lower estimate."""
@@ -121,7 +133,8 @@ class ColumnGeneration:
         """
         shifted = self._shifted(limit_bytes)
         duals = max(shifted, key=shifted.__getitem__)
-        return [costs - duals.byte_ps * limit_bytes for costs in self.least(duals, NEAR)]
+        _, least = self.least(duals, NEAR)
+        return [costs - duals.byte_ps * limit_bytes for costs in least]
 
     def prove(self, duals: ShadowPrices, tolerance: float = 1e-3) -> Column | None:
         """Add the solution and the bound of one price vector."""

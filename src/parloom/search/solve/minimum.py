@@ -185,6 +185,47 @@ class Minimizer:
         return cost + found.constant, some
 
 
+class Part:
+    """Minima of `model` with the options of its first variables that are `allowed`; all that is
+    said is in options of the whole.
+    """
+
+    def __init__(self, model: Model, allowed: Sequence[Bools]) -> None:
+        small, self.kept = model.restricted(_of_all(model, allowed))
+        self.minimizer, self.sizes = Minimizer(small), [len(own) for own in model.variables]
+
+    def minimum(self, prices: Floats, tolerance: float) -> tuple[float, Values]:
+        """See `Minimizer`."""
+        bound, values = self.minimizer.minimum(prices, tolerance)
+        return bound, self._expanded(values)
+
+    def minimum_with(self, forced: Mapping[int, int], prices: Floats) -> Values:
+        """See `Minimizer`; none where an option is not allowed."""
+        places = {v: np.flatnonzero(self.kept[v] == option) for v, option in forced.items()}
+        if not all(map(len, places.values())):
+            return ()
+        own = {variable: int(place[0]) for variable, place in places.items()}
+        return self._expanded(self.minimizer.minimum_with(own, prices))
+
+    def least(self, prices: Floats, tolerance: float) -> Sequence[Floats]:
+        """See `Minimizer`; infinity for options that are not allowed."""
+        found = []
+        least = self.minimizer.least(prices, tolerance)
+        for size, kept, costs in zip(self.sizes, self.kept, least, strict=True):
+            found.append(np.full(size, inf))
+            found[-1][kept] = costs
+        return found
+
+    def _expanded(self, values: Values) -> Values:
+        return tuple(int(kept[v]) for kept, v in zip(self.kept, values, strict=False))
+
+
+def _of_all(model: Model, allowed: Sequence[Bools]) -> list[Bools]:
+    """What is allowed of all variables where something is said of the first ones."""
+    rest = model.variables[len(allowed) :]
+    return [*allowed, *(np.ones(len(own), dtype=bool) for own in rest)]
+
+
 def _cost(model: Model, values: Values) -> float:
     """What a solution costs of a model of one row."""
     return float(sum(term.chosen(ONE, values)[0] for term in model.terms))

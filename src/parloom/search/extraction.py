@@ -1,0 +1,345 @@
+"""The cheapest function in an e-graph, by an integer program (Tensat: Yang et al., MLSys'21,
+section 5.1).
+
+A call that is chosen needs a chosen call in each class that it reads. Each class has a place in
+time, so that no class needs itself, and operators of the function stay in their order. Calls that
+are fused are one choice.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import Any
+
+from parloom.ir.graph import Call, Function, Node, Ref, TensorSpec, Value, numbered, rename_node
+from parloom.ir.ops import OPS
+from parloom.ir.ops.exact import Given
+from parloom.rewrite.bodies import Body
+from parloom.rewrite.egraph import Class, classes_in
+from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.take import NewCalls, Take
+from parloom.rewrite.terms import calls_in, names_in
+from parloom.search.linear import LinearProgram
+from parloom.search.one_device import FunctionCosts
+
+MS = 1e9  # programs in milliseconds (of ps) are well scaled
+# What a call comes after what it reads, in places of operators; and branches of the program, where
+# they find a solution, and the share that is left open.
+LATER, BRANCHES, GAP = 1e-3, 2_000, 1e-4
+# The place of a call that the function has not.
+ANY = -1
+Item = Node | Call
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A call that may be chosen, the classes that it reads and makes (None of no interest), and its
+    place where it is an item of the function. It is asked for where something needs it by name.
+    `take` is what fuses calls; `inner` are the calls that it makes before.
+    """
+
+    item: Item
+    reads: tuple[Class, ...]
+    makes: tuple[Class | None, ...]
+    place: int = ANY
+    asked: bool = False
+    take: Take | None = None
+    inner: tuple[Node, ...] = ()
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All its calls."""
+        return (*self.inner, self.item)
+
+
+def cheapest(body: Body, ends: Collection[str], costs: FunctionCosts) -> Function:
+    """The function of least cost in an e-graph; values at `ends` are read outside of it."""
+    choices = Choices(body, ends)
+    return choices.function(Extraction(choices, choices.times(costs)).solve())
+
+
+class Choices:
+    """The calls of an e-graph as choices: items of the function, then all others; and calls that
+    are fused.
+    """
+
+    def __init__(self, body: Body, ends: Collection[str], fused: Sequence[Take] = ()) -> None:
+        self.body, self.items, self.specs = body, body.function.body, dict(body.specs)
+        values: dict[Class, list[str]] = {}
+        for value in body.classes:
+            values.setdefault(body.class_of(value), []).append(value)
+        # A value of each class.
+        self.name = {own: names[0] for own, names in values.items()}
+        inputs = {value.name for value in body.function.inputs}
+        self.given = {body.class_of(name) for name in inputs}
+        opaque = filter(self.is_opaque, self.items)
+        read = dict.fromkeys((*(name for item in opaque for name in _read(item)), *sorted(ends)))
+        named = [name for name in read if name not in inputs]
+        self.needed = tuple(dict.fromkeys(map(body.class_of, named)))
+        self.asked = {name for name in named if len(values[body.class_of(name)]) > 1}
+        self.read = {name for item in self.items for name in _read(item)} | set(ends)
+        chosen = ((at, self._own(item, at)) for at, item in enumerate(self.items))
+        self.every = [own for _, own in chosen if own is not None]
+        self._add_calls()
+        self._add_fused(fused)
+
+    def times(self, costs: FunctionCosts) -> list[int]:
+        """What each choice takes."""
+        new = {n.results[0].name: n for own in self.every if own.place == ANY for n in own.items
+               if isinstance(n, Node)}  # fmt: skip
+        every = numbered((*self.items, *new.values()))
+        each = costs.each(replace(self.body.function, body=every))
+        of = {item.results[0].name: each[item.key] for item in every if isinstance(item, Node)}
+        return [sum(of.get(item.results[0].name, 0) for item in own.items) for own in self.every]
+
+    def is_opaque(self, item: Item) -> bool:
+        """Whether nothing equals an item."""
+        return isinstance(item, Call) or any(self.body.is_given(v.name) for v in item.results)
+
+    def function(self, taken: Mapping[Class, int]) -> Function:
+        """The function in which classes are made by these choices."""
+        used = self.used(taken)
+        own = {v.name for at in used for v in self.every[at].item.results}
+        named = dict(self.name)
+        for one, at in taken.items():
+            choice = self.every[at]
+            if at in used and (choice.place != ANY or named[one] in own):
+                named[one] = choice.item.results[choice.makes.index(one)].name
+        of = {v: named[self.body.class_of(v)] for v in self.body.classes}
+        of |= {v: named[one] for one, v in self.name.items()}
+        items = dict[str, Item]()
+        for at in sorted(used):
+            for inner in self.every[at].inner:
+                read = {name: of.get(name, name) for name in inner.refs}
+                items[inner.results[0].name] = rename_node(inner, read)
+            item = self.every[at].item
+            if isinstance(item, Node) and not self.is_opaque(item):
+                item = rename_node(item, {name: of.get(name, name) for name in item.refs})
+            if isinstance(item, Node) and self.every[at].place == ANY:
+                makes, results = self.every[at].makes, list(item.results)
+                for one in {one for one in makes if one is not None and taken.get(one) == at}:
+                    first = makes.index(one)
+                    results[first] = replace(results[first], name=named[one])
+                item = replace(item, results=tuple(results))
+            items[item.results[0].name] = item
+        body = numbered(tuple(self._in_order(list(items.values()))))
+        return replace(self.body.function, body=body)
+
+    def takes(self, taken: Mapping[Class, int]) -> list[Take]:
+        """The calls that are fused in the function in which classes are made by these choices."""
+        found = (self.every[at].take for at in sorted(self.used(taken)))
+        return [take for take in found if take is not None]
+
+    def _in_order(self, items: Sequence[Item]) -> Iterator[Item]:
+        """Each after what it reads."""
+        left, there = list(items), {value.name for value in self.body.function.inputs}
+        while left:
+            ready = next(item for item in left if there.issuperset(_read(item)))
+            yield ready
+            left.remove(ready)
+            there.update(value.name for value in ready.results)
+
+    def used(self, taken: Mapping[Class, int]) -> set[int]:
+        """The choices that are asked for, and what these need."""
+        found = {at for at, own in enumerate(self.every) if own.asked}
+        left = [*self.needed, *(one for at in found for one in self.every[at].reads)]
+        while left:
+            one = left.pop()
+            if one not in self.given and taken[one] not in found:
+                found.add(taken[one])
+                left += self.every[taken[one]].reads
+        return found
+
+    def _own(self, item: Item, place: int) -> Choice | None:
+        """An item of the function, of equal ones the first unless more are asked for."""
+        names = {value.name for value in item.results}
+        makes = tuple(self.body.class_of(value.name) for value in item.results)
+        asked = self.is_opaque(item) or names.isdisjoint(self.read)
+        asked = asked or not names.isdisjoint(self.asked)
+        if not asked and not any(self.name[one] in names for one in makes):
+            return None
+        return Choice(item, tuple(map(self.body.class_of, _read(item))), makes, place, asked)
+
+    def _add_calls(self) -> None:
+        """The calls that the function has not, as operators of one value of each class."""
+        graph, own = self.body.graph, self.body.own_calls
+        calls: dict[tuple[str, tuple[Any, ...]], dict[int, Class]] = {}
+        for (op, args, at), owner in graph.nodes():
+            calls.setdefault((op, graph.renewed(args)), {})[at] = owner
+        left = {key: made for key, made in calls.items() if key not in own}
+        while ready := [key for key in left if self.name.keys() >= set(classes_in(key[1]))]:
+            for key in ready:
+                self._add_call(*key, left.pop(key))
+
+    def _add_call(self, op: str, args: tuple[Any, ...], made: Mapping[int, Class]) -> None:
+        computes, shapes = OPS[op].computes, self.body.graph.shapes
+        assert computes is not None
+        dims = _mapped(args, lambda one: Dims(shapes[one.number]))
+        results = [dims.shape for dims in computes(Shapes(1), Given(dims))]
+        node = Node(op, _mapped(args, lambda one: Ref(self.name[one])), (), ())
+        read = [self.specs[name] for name in node.refs]
+        dtype = next((spec for spec in read if spec.is_float), read[0]).dtype
+        name = f"{self.body.function.name}_new_{len(self.every)}"
+        values = tuple(
+            Value(f"{name}_{at}", TensorSpec(tuple(shape), dtype))
+            for at, shape in enumerate(results)
+        )
+        self.specs |= {value.name: value.spec for value in values}
+        for at, one in made.items():
+            self.name.setdefault(one, values[at].name)
+        makes = tuple(made.get(at) for at in range(len(values)))
+        self.every.append(Choice(replace(node, results=values), tuple(classes_in(args)), makes))
+
+    def _add_fused(self, fused: Sequence[Take]) -> None:
+        """Calls that are fused, of values of the function."""
+        calls = NewCalls(self.body.function, fused, beside=True)
+        for take in fused:
+            *inner, item = (calls.nodes[call] for call in calls_in(take.call))
+            made = {at: self.body.class_of(name) for at, name in take.taken}
+            makes = tuple(made.get(at) for at in range(len(item.results)))
+            reads = tuple(map(self.body.class_of, dict.fromkeys(names_in(take.call))))
+            self.every.append(Choice(item, reads, makes, take=take, inner=tuple(inner)))
+
+
+def dominated(choices: Choices, times: Sequence[float]) -> set[int]:
+    """The calls that the function has not and that no cheapest function needs: another one makes
+    the same of no more, in no more time, first of an operator that the function has.
+    """
+    ops = {item.op for item in choices.items if isinstance(item, Node)}
+    calls = [at for at, own in enumerate(choices.every) if own.place == ANY and not own.inner]
+
+    def rank(at: int) -> tuple[float, bool, int]:
+        item = choices.every[at].item
+        return times[at], isinstance(item, Node) and item.op not in ops, at
+
+    kept, found = dict[tuple[Class | None, ...], list[frozenset[Class]]](), set[int]()
+    for at in sorted(calls, key=rank):
+        own = choices.every[at]
+        reads, known = frozenset(own.reads), kept.setdefault(own.makes, [])
+        if not reads.isdisjoint(own.makes) or any(other <= reads for other in known):
+            found.add(at)
+        else:
+            known.append(reads)
+    return found
+
+
+class Extraction:
+    """The program that chooses, where choices take `times` (ps). It knows of time only where that
+    is needed.
+    """
+
+    def __init__(self, choices: Choices, times: Sequence[float]) -> None:
+        self.choices, self.every, self.given = choices, choices.every, choices.given
+        self.left_out = dominated(choices, times)
+        self.last = float(len(choices.items))
+        self.program = LinearProgram()
+        self.chosen = [
+            self.program.column(
+                time / MS, float(own.asked), float(at not in self.left_out), integer=True
+            )
+            for at, (time, own) in enumerate(zip(times, self.every, strict=True))
+        ]
+        self.makers: dict[Class, dict[int, int]] = {}
+        for at, own in enumerate(self.every):
+            for one in dict.fromkeys(own.makes) if at not in self.left_out else ():
+                if one is not None and one not in self.given:
+                    self.makers.setdefault(one, {})[at] = self._maker(at)
+        for one in choices.needed:
+            if one not in self.given:
+                self.program.row(dict.fromkeys(self.makers[one].values(), 1.0), 1.0)
+        for at, own in enumerate(self.every):
+            for one in dict.fromkeys(own.reads):
+                if one in self.makers:
+                    row = dict.fromkeys(self.makers[one].values(), 1.0)
+                    row[self.chosen[at]] = row.get(self.chosen[at], 0.0) - 1.0
+                    self.program.row(row, 0.0)
+                elif one not in self.given:
+                    self.program.row({self.chosen[at]: 1.0}, high=0.0)
+        self._add_pairs()
+
+    def solve(self) -> Mapping[Class, int]:
+        """The choice that makes each class, as far as one does."""
+        found = self._solved()
+        if not self._is_in_order(found):
+            self._add_times()
+            found = self._solved()
+        return found
+
+    def _solved(self) -> Mapping[Class, int]:
+        answer = self.program.solve(GAP, enough_nodes=BRANCHES)
+        assert answer is not None, "the function itself is a solution"
+        return {
+            one: max(some, key=lambda at: answer.values[some[at]])
+            for one, some in self.makers.items()
+        }
+
+    def _is_in_order(self, taken: Mapping[Class, int]) -> bool:
+        """Whether no class needs itself where operators of the function stay in their order."""
+        used = self.choices.used(taken)
+        needs = {
+            at: {taken[one] for one in self.every[at].reads if one not in self.given} for at in used
+        }
+        items = sorted((at for at in used if self.every[at].place != ANY), key=self._place)
+        for before, at in pairwise(items):
+            needs[at].add(before)
+        try:
+            TopologicalSorter(needs).prepare()
+        except CycleError:
+            return False
+        return True
+
+    def _place(self, at: int) -> int:
+        return self.every[at].place
+
+    def _add_pairs(self) -> None:
+        """Two calls of which each makes what the other reads are not both chosen."""
+        for one, some in self.makers.items():
+            for at, column in some.items():
+                reads = dict.fromkeys(self.every[at].reads)
+                if one in reads:
+                    self.program.row({column: 1.0}, high=0.0)
+                for read in reads:
+                    for other, its in self.makers.get(read, {}).items():
+                        if at < other and one in self.every[other].reads:
+                            self.program.row({column: 1.0, its: 1.0}, high=1.0)
+
+    def _add_times(self) -> None:
+        """Each class has a place in time."""
+        time = {one: self.program.column(0.0, 0.0, self.last) for one in self.makers}
+        for at, own in enumerate(self.every):
+            for one in dict.fromkeys(own.reads) if own.place != ANY else ():
+                if one in time:  # it is there before the place of the item
+                    late = self.last - own.place + LATER
+                    self.program.row({time[one]: 1.0, self.chosen[at]: late}, high=self.last)
+        for one, some in self.makers.items():
+            for at, column in some.items():
+                own, late = self.every[at], self.last + LATER
+                if own.place != ANY:  # it is there when the item is
+                    self.program.row({time[one]: 1.0, column: -float(own.place)}, 0.0)
+                    continue
+                for read in dict.fromkeys(own.reads):
+                    if read in time and read != one:  # or after what the call reads
+                        row = {time[one]: 1.0, time[read]: -1.0, column: -late}
+                        self.program.row(row, LATER - late)
+
+    def _maker(self, at: int) -> int:
+        """A column that says whether a choice makes a class, of its results that one: what is asked
+        for by name is there whether it does or not.
+        """
+        if len(self.every[at].makes) == 1 and not self.every[at].asked:
+            return self.chosen[at]
+        column = self.program.column(0.0, 0.0, 1.0, integer=True)
+        self.program.row({column: 1.0, self.chosen[at]: -1.0}, high=0.0)
+        return column
+
+
+def _read(item: Item) -> tuple[str, ...]:
+    return item.refs if isinstance(item, Node) else item.args
+
+
+def _mapped(arg: Any, of: Callable[[Class], Any]) -> Any:
+    """Arguments with something in the place of each class."""
+    if isinstance(arg, Class):
+        return of(arg)
+    return tuple(_mapped(own, of) for own in arg) if isinstance(arg, tuple) else arg
