@@ -16,6 +16,9 @@ def rewrite_screen(rewrite: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield Text(f"  proof: {rewrite['proof']}")
     yield from (Text(f"  - {line}") for line in rewrite["before"])
     yield from (Text(f"  + {line}") for line in rewrite["after"])
+    if rewrite["reason"]:
+        yield Text(f"  {rewrite['reason']}")
+        return
     sent = _saved_bytes(rewrite["saved_sent_bytes"], "sent")
     peak = _saved_bytes(rewrite["saved_peak_bytes"], "at the peak")
     saved = (_saved_time(rewrite["saved_s"], "a step"), *sent, *peak)

@@ -12,6 +12,7 @@ from parloom.ir.text import parse_graph, print_node
 from parloom.report.case import Case, PipelineCase
 from parloom.report.words import process_names, rewrite_words
 from parloom.rewrite.rewrites import PROOF
+from parloom.search.cheaper import Played
 from parloom.search.runner_up import Play
 from parloom.search.undone import Undoing
 
@@ -41,27 +42,39 @@ def rewrites_explained(case: Case | PipelineCase, play: Play | None = None) -> I
         assert play is not None
         return play(other.only, other.only.decisions)
 
-    undoing = Undoing(graph, decisions, stages, walkers)
+    undoing = Undoing(graph, decisions, stages, walkers, case.fits, played)
     lines = rewrite_words(graph, decisions)
     for index, (take, line) in enumerate(zip(undoing.takes, lines, strict=True)):
-        found = undoing.without(index, case.fits, played)
-        timeline = played(found.stages)
-        if isinstance(case, PipelineCase):
-            without = case.read(timeline, found.stages)
-        else:
-            without = case.read(timeline, found.stages.only)
+        found = undoing.without(index)
         yield {
             "rules": list(take.rules),
             "proof": PROOF,
             "where": line,
             "before": [print_node(node) for node in found.before],
             "after": [print_node(node) for node in found.after],
-            "saved_s": timeline.step_s - case.timeline.step_s,
-            "saved_sent_bytes": _sent(without) - _sent(case.ledger),
-            "saved_peak_bytes": timeline.peak_bytes - case.timeline.peak_bytes,
-            "stages": list(_by_process(case, timeline)),
+            **_saved(case, found.plan),
             "changed": list(found.changed),
         }
+
+
+def _saved(case: Case | PipelineCase, without: Played | str) -> Document:
+    """What a plan has less than the one beside it, or why there is none."""
+    if isinstance(without, str):
+        reason = f"cannot be undone alone: {without}"
+        saved = dict.fromkeys(("saved_s", "saved_sent_bytes", "saved_peak_bytes"))
+        return saved | {"stages": [], "reason": reason}
+    timeline, stages = without.timeline, without.stages
+    if isinstance(case, PipelineCase):
+        found = case.read(timeline, stages)
+    else:
+        found = case.read(timeline, stages.only)
+    return {
+        "saved_s": timeline.step_s - case.timeline.step_s,
+        "saved_sent_bytes": _sent(found) - _sent(case.ledger),
+        "saved_peak_bytes": timeline.peak_bytes - case.timeline.peak_bytes,
+        "stages": list(_by_process(case, timeline)),
+        "reason": None,
+    }
 
 
 def _by_process(case: Case | PipelineCase, without: Timeline) -> Iterator[Document]:

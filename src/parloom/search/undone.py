@@ -1,44 +1,45 @@
 """A plan without one of its rewrites: what that rewrite saves.
 
 What it replaced is back, in the stage of what took its place and split as that is, and then each
-operator in the way that is the best with everything else as the plan has it, one after the other.
+operator in the way that is the best with everything else as the plan has it, one after the other
+(`search.cheaper`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parloom.cost.timeline import Timeline
 from parloom.cost.walk import Walker
-from parloom.errors import InputError, LayoutError, NotYetError
+from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.fold import outline
 from parloom.ir.graph import FlatNode, Graph, Node
-from parloom.ir.lower_stages import LoweredStages, lower_stages, staged
+from parloom.ir.lower_stages import LoweredStages
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
-from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
-from parloom.ir.stages import Cut, placed
+from parloom.ir.stages import placed
+from parloom.ir.verify import verify_decisions
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.rewrites import BLOCK, before_takes, takes_of
 from parloom.rewrite.take import Take
+from parloom.search.cheaper import IMPOSSIBLE, Cheaper, Played, PlayStages
 from parloom.search.restated import restated
-from parloom.search.runner_up import Fits, operator_ways
+from parloom.search.runner_up import Factors, Fits
 
-PlayStages = Callable[[LoweredStages], Timeline]
 Rules = Mapping[str, Rule]
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A plan without one rewrite; the operators that it has in the place of those of the rewrite,
-    and what else of the plan could not stay as it is.
+    """A rewrite undone: the operators that are back and those that are gone, the `plan` without it,
+    and what else of the plan could not stay as it is. Without it there may be no plan like it: then
+    `plan` says why.
     """
 
-    stages: LoweredStages
-    decisions: Decisions
     before: tuple[Node, ...]
     after: tuple[Node, ...]
-    changed: tuple[str, ...]
+    plan: Played | str
+    changed: tuple[str, ...] = ()
 
 
 class Undoing:
@@ -52,14 +53,16 @@ class Undoing:
         decisions: Decisions,
         stages: LoweredStages,
         walkers: Sequence[Walker],
+        fits: Fits,
+        play: PlayStages,
     ) -> None:
-        self.decisions, self.walkers = decisions, walkers
+        self.decisions, self.walkers, self.fits, self.play = decisions, walkers, fits, play
         self.takes = takes_of(decisions.rewrites)
         first = before_takes(graph, decisions.rewrites)
         self._forms = Forms(first, self.takes)
         self._whole = self._forms.of(self.takes)
         self._keys = _keys(self._whole)
-        self._rules = _rules(stages.cut.graphs, decisions)
+        self._rules = [_rules(graph) for graph in stages.cut.graphs]
         # By operator: the item of main that has it.
         self._items = {f.key: _item(f) for own in stages.cut.graphs for f in own.flat()}
 
@@ -73,21 +76,28 @@ class Undoing:
         together = last - takes[0] == len(takes)
         return together and all(map(BLOCK.fullmatch, rewrites[last:]))
 
-    def without(self, index: int, fits: Fits, play: PlayStages) -> Undone:
+    def without(self, index: int) -> Undone:
         """The plan without the rewrite of that number."""
         take = self.takes[index]
-        form = self._forms.of([own for own in self.takes if own != take])
+        try:
+            form = self._forms.of([own for own in self.takes if own != take])
+        except InputError as error:
+            return Undone((), (), str(error))
         there, every = set(self._whole.places.values()), set(form.places.values())
         new, gone = every - there, there - every
-        found = _Begun(self, form, new, take)
-        stages = found.best(found.lowered(), fits, play)
-        return Undone(
-            stages,
-            found.decisions,
-            tuple(_nodes(form, new)),
-            tuple(_nodes(self._whole, gone)),
-            tuple(found.changed()),
-        )
+        before, after = tuple(_nodes(form, new)), tuple(_nodes(self._whole, gone))
+        try:
+            found = _Begun(self, form, new, take)
+            return Undone(before, after, found.best(), tuple(found.changed()))
+        except (InputError, *IMPOSSIBLE) as error:
+            return Undone(before, after, str(error))
+
+    def rule(self, key: str, index: int) -> Rule | None:
+        """What is split of an operator of the plan, as its stage of that number knows it if it has
+        it, else the first that does.
+        """
+        own = (self._rules[index], *self._rules)
+        return next((rules[key] for rules in own if key in rules), None)
 
 
 class _Begun:
@@ -163,9 +173,11 @@ class _Begun:
                 if old and _item(flat) in now and undoing._items.get(old, "") not in before:
                     yield f"{flat.key} is in stage {index}"
 
-    def lowered(self) -> LoweredStages:
+    def best(self) -> Played:
         """The plan, whose new operators are split as what a rewrite made is, or over none where
-        that cannot be.
+        that cannot be, and then as it is best.
+
+        Raises `InputError` and what is `IMPOSSIBLE`.
         """
         undoing = self.undoing
         stages = tuple(
@@ -176,43 +188,60 @@ class _Begun:
         rewrites = tuple(
             text for text in undoing.decisions.rewrites if text in kept or not takes_of([text])
         )
-        base = replace(undoing.decisions, stages=stages, rewrites=rewrites)
+        base = replace(
+            undoing.decisions,
+            stages=stages,
+            rewrites=rewrites,
+            activations=tuple(self._activations()),
+        )
         factored = factorize(self.graph)
-        cut = Cut((self.graph,), (), {}) if len(stages) == 1 else staged(factored, base)
-        rules = _rules(cut.graphs, base)
-        for like in (self.like, {}):
-            self.decisions = replace(
-                base,
-                nodes=tuple(self._nodes(rules, like)),
-                activations=tuple(self._activations()),
-            )
-            try:
-                return lower_stages(self.graph, self.decisions, factored=factored)
-            except (LayoutError, NotYetError):
-                if not like:
-                    raise
-        raise AssertionError
+        cheaper = Cheaper(factored, base, undoing.walkers, undoing.fits, undoing.play)
+        rules = [
+            {flat.key: own.rule(flat.function, flat.node) for flat in own.graph.flat()}
+            for own in map(cheaper.factored_of, cheaper.cut.graphs)
+        ]
+        begun = self._played(cheaper, base, rules)
+        verify_decisions(self.graph, begun.decisions, factored)
+        return cheaper.improved(begun, self.new)
 
-    def _nodes(self, rules: Rules, like: Mapping[str, str]) -> Iterator[NodeDecision]:
+    def _played(self, cheaper: Cheaper, base: Decisions, rules: Sequence[Rules]) -> Played:
+        try:
+            return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, self.like))))
+        except IMPOSSIBLE:
+            return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, {}))))
+
+    def _nodes(self, rules: Sequence[Rules], like: Mapping[str, str]) -> Iterator[NodeDecision]:
         """What the plan has, restated; new operators are split as far as their results are as
-        those of the operator that they are like.
+        those of the operator that they are like. `rules` are those of the stages.
         """
-        undoing = self.undoing
-        known = {node.key: node for node in undoing.decisions.nodes}
-        for key, rule in rules.items():
-            old = self.own.get(key, like.get(key, ""))
-            found, given = known.get(old), undoing._rules.get(old)
-            if found is None or given is None:
-                continue
-            if key not in self.own:
-                given, rule = _of_result(given), _of_result(rule)
-                if len(given.results[0]) != len(rule.results[0]):
-                    continue
-            item = undoing._items[old]
-            stages = undoing.decisions.stages
-            meshes = [own.mesh for own in stages if item in own.items] or [stages[0].mesh]
-            mesh = max(meshes, key=lambda mesh: len(mesh.axes))
-            yield NodeDecision(key, restated(found.factors, given, rule, mesh))
+        known = {node.key: node for node in self.undoing.decisions.nodes}
+        for key, indices in self._deciding(rules):
+            found = known.get(self.own.get(key, like.get(key, "")))
+            if found is not None:
+                stated = [self._stated(found, key, index, rules[index]) for index in indices]
+                yield NodeDecision(key, _by_all(stated))
+
+    def _deciding(self, rules: Sequence[Rules]) -> Iterator[tuple[str, Sequence[int]]]:
+        """Each operator with the stages that it is decided for: those that have it as an item, or
+        that compute it for themselves.
+        """
+        items = {flat.key: _item(flat) for flat in self.graph.flat()}
+        for key in dict.fromkeys(key for own in rules for key in own):
+            every = [index for index, own in enumerate(rules) if key in own]
+            yield key, [i for i in every if items[key] in self.items[i]] or every
+
+    def _stated(self, found: NodeDecision, key: str, index: int, rules: Rules) -> "_Stated":
+        """What a stage knows of a decision about an operator of the plan, as one about `key`."""
+        mesh = self.undoing.decisions.stages[index].mesh
+        given, rule = self.undoing.rule(found.key, index), rules[key]
+        if given is None:
+            return (), mesh
+        if key not in self.own:
+            given, rule = _of_result(given), _of_result(rule)
+            if len(given.results[0]) != len(rule.results[0]):
+                return (), mesh
+        factors = tuple((factor, _on(mesh, axes)) for factor, axes in found.factors)
+        return restated(factors, given, rule, mesh), mesh
 
     def _activations(self) -> Iterator[ActivationDecision]:
         """What is made again: of operators that are gone, those that are back are."""
@@ -238,33 +267,24 @@ class _Begun:
                 lists.append(tuple(own))
             yield replace(found, values=lists[0], moves=lists[1])
 
-    def best(self, stages: LoweredStages, fits: Fits, play: PlayStages) -> LoweredStages:
-        """The plan with the best way of each new operator."""
-        done: set[tuple[int, Place]] = set()
-        for index, graph in enumerate(stages.cut.graphs):
-            for flat in graph.flat():
-                at = index, self.places[flat.key]
-                if flat.key in self.new and at not in done:
-                    done.add(at)
-                    stages = self._best(stages, index, flat, fits, play)
-        return stages
 
-    def _best(
-        self, stages: LoweredStages, index: int, flat: FlatNode, fits: Fits, play: PlayStages
-    ) -> LoweredStages:
-        def within(pcg: PCG) -> LoweredStages:
-            pcgs = (pcg if i == index else own for i, own in enumerate(stages.pcgs))
-            return replace(stages, pcgs=tuple(pcgs))
+_Stated = tuple[Factors, Mesh]
+"""How an operator is split in a stage with this mesh."""
 
-        pcg, walker = stages.pcgs[index], self.undoing.walkers[index]
-        now = play(stages)
-        ways = operator_ways(
-            factorize(pcg.graph), pcg, walker, flat, fits, lambda other, _: play(within(other))
-        )
-        best = ways.fitting or next(iter(ways.best), None)
-        if best is None or (fits(now) and now.step_ps <= best.timeline.step_ps):
-            return stages
-        return within(best.pcg)
+
+def _on(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
+    """Those of the axes that a mesh has."""
+    return tuple(axis for axis in axes if axis in mesh.names)
+
+
+def _by_all(stated: Sequence[_Stated]) -> Factors:
+    """What all stages say that have an operator, each on its own mesh."""
+    whole, _ = max(stated, key=lambda own: len(own[1].axes))
+    return tuple(
+        (factor, axes)
+        for factor, axes in whole
+        if all(_on(mesh, axes) == dict(own).get(factor, ()) for own, mesh in stated)
+    )
 
 
 def _keys(form: Form) -> dict[tuple[Place, str], str]:
@@ -275,15 +295,10 @@ def _keys(form: Form) -> dict[tuple[Place, str], str]:
     }
 
 
-def _rules(graphs: Sequence[Graph], decisions: Decisions) -> dict[str, Rule]:
-    """The rules of all operators as the stages that have them know them."""
-    found: dict[str, Rule] = {}
-    for graph, stage in zip(graphs, decisions.stages, strict=True):
-        factored, items = factorize(graph), set(stage.items)
-        for flat in graph.flat():
-            if _item(flat) in items or flat.key not in found:
-                found[flat.key] = factored.rule(flat.function, flat.node)
-    return found
+def _rules(graph: Graph) -> Rules:
+    """The rules of the operators of a stage."""
+    factored = factorize(graph)
+    return {flat.key: factored.rule(flat.function, flat.node) for flat in graph.flat()}
 
 
 def _item(flat: FlatNode) -> str:
