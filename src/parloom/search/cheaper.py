@@ -1,14 +1,15 @@
 """Better ways of some operators of a plan, whatever its stages, with everything else as it is.
 
 Ways are ranked by what they cost beside their neighbors as they lie; only the cheapest of each
-operator is a plan that is lowered and played, and kept where its step is shorter. An operator is
-decided in all stages that have it at once, as replicas do, and stages that are equal are lowered,
-priced and played once.
+operator become plans that are lowered and played, and one is kept where its step is shorter. An
+operator is decided in all stages that have it at once, as replicas do, and stages that are equal
+are lowered, priced and played once.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from parloom.cost.timeline import Timeline
 from parloom.cost.walk import Walker
@@ -26,6 +27,7 @@ from parloom.search.runner_up import Factors, Fits, alike, cheaper_ways, left_by
 PlayStages = Callable[[LoweredStages], Timeline]
 IMPOSSIBLE = (LayoutError, NotYetError, VerifyError)
 """What is raised for a plan that cannot be run."""
+PLAYED = 3  # ways of an operator that are played; the cheapest alone is often not the fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +103,20 @@ class Cheaper:
         return LoweredStages(self.cut, (pcg,))
 
     def _improved(self, plan: Played, index: int, flat: FlatNode, keys: Collection[str]) -> Played:
-        """The plan with the cheapest way that can be run of an operator of a stage, decided for
-        `keys`, where its step is shorter.
+        """The plan with the best of the cheapest ways that can be run of an operator of a stage,
+        decided for `keys`, where its step is shorter.
         """
         pcg = plan.stages.pcgs[index]
-        for way in cheaper_ways(self.factored_of(pcg.graph), pcg, self.walkers[index], flat):
-            try:
-                found = self.played(_decided(plan.decisions, keys, way))
-            except IMPOSSIBLE:
-                continue
-            return min(plan, found, key=self._cost)
-        return plan
+        ways = cheaper_ways(self.factored_of(pcg.graph), pcg, self.walkers[index], flat)
+        plans = (self._possible(_decided(plan.decisions, keys, way)) for way in ways)
+        return min((plan, *islice(filter(None, plans), PLAYED)), key=self._cost)
+
+    def _possible(self, decisions: Decisions) -> Played | None:
+        """A plan that can be run."""
+        try:
+            return self.played(decisions)
+        except IMPOSSIBLE:
+            return None
 
     def _cost(self, plan: Played) -> tuple[bool, int]:
         return not self.fits(plan.timeline), plan.timeline.step_ps
