@@ -5,6 +5,7 @@ operator in the way that is the best with everything else as the plan has it, on
 (`search.cheaper`).
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,6 @@ from parloom.ir.stages import placed
 from parloom.ir.verify import verify_decisions
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.rewrites import BLOCK, before_takes, takes_of
-from parloom.rewrite.take import Take
 from parloom.search.cheaper import IMPOSSIBLE, Cheaper, Played, PlayStages
 from parloom.search.restated import restated
 from parloom.search.runner_up import Factors, Fits
@@ -84,10 +84,11 @@ class Undoing:
         except InputError as error:
             return Undone((), (), str(error))
         there, every = set(self._whole.places.values()), set(form.places.values())
-        new, gone = every - there, there - every
-        before, after = tuple(_nodes(form, new)), tuple(_nodes(self._whole, gone))
+        new, gone = _at(form, every - there), _at(self._whole, there - every)
+        like = _likes(new, gone, self._forms.place_of(take.function, take.top))
+        before, after = tuple(new.values()), tuple(gone.values())
         try:
-            found = _Begun(self, form, new, take)
+            found = _Begun(self, form, like)
             return Undone(before, after, found.best(), tuple(found.changed()))
         except (InputError, *IMPOSSIBLE) as error:
             return Undone(before, after, str(error))
@@ -101,30 +102,22 @@ class Undoing:
 
 
 class _Begun:
-    """A plan without one `take`, in whose `form` operators at the places `new` are back."""
+    """A plan without one take, in whose `form` operators are back, each `like` one of the plan."""
 
-    def __init__(self, undoing: Undoing, form: Form, new: set[Place], take: Take) -> None:
+    def __init__(self, undoing: Undoing, form: Form, like: Mapping[Place, Place]) -> None:
         self.undoing, self.form = undoing, form
         self.blocks = [t for t in undoing.decisions.rewrites if BLOCK.fullmatch(t)]
         self.graph = self._with_blocks()
-        self.places = {
-            flat.key: form.places[flat.function, flat.node.key] for flat in form.graph.flat()
-        }
-        old = undoing._keys
-        prefixes = {flat.key: flat.prefix for flat in form.graph.flat()}
-        top = undoing._forms.place_of(take.function, take.top)
-        self.new = {key for key, place in self.places.items() if place in new}
+        old, places = undoing._keys, _keys(form)
+        self.new = {key for (place, _), key in places.items() if place in like}
         # By operator: the one of the plan that it is, or that it is like.
-        self.own = {
-            key: own
-            for key, place in self.places.items()
-            if (own := old.get((place, prefixes[key]))) is not None
-        }
+        self.own = {key: old[at] for at, key in places.items() if at in old}
         self.like = {
-            key: old[top, prefixes[key]] for key in self.new if (top, prefixes[key]) in old
+            key: old[like[place], prefix]
+            for (place, prefix), key in places.items()
+            if place in like and (like[place], prefix) in old
         }
         self.items = self._placed()
-        self.decisions = undoing.decisions
 
     def _with_blocks(self) -> Graph:
         """The graph with those blocks of the plan that are blocks in it."""
@@ -323,9 +316,34 @@ def _of_result(rule: Rule) -> Rule:
     return replace(rule, operands=(), results=rule.results[:1])
 
 
-def _nodes(form: Form, places: set[Place]) -> Iterator[Node]:
+def _at(form: Form, places: set[Place]) -> dict[Place, Node]:
     """The operators of a form at these places, in order."""
-    for own in (*form.graph.functions, form.graph.main):
-        for item in own.body:
-            if isinstance(item, Node) and form.places[own.name, item.key] in places:
-                yield item
+    return {
+        place: item
+        for own in (*form.graph.functions, form.graph.main)
+        for item in own.body
+        if isinstance(item, Node) and (place := form.places[own.name, item.key]) in places
+    }
+
+
+def _likes(before: dict[Place, Node], after: dict[Place, Node], top: Place) -> dict[Place, Place]:
+    """The operator of a rewrite that each `before` it is like: of its kind, with as many of the
+    kind behind it, or else the `top` of the rewrite.
+    """
+    known = {(after[at].op, count): at for at, count in reversed(_behind(after).items())}
+    return {at: known.get((before[at].op, count), top) for at, count in _behind(before).items()}
+
+
+def _behind(nodes: dict[Place, Node]) -> dict[Place, int]:
+    """How many operators of its kind read, one after the other, what each makes."""
+    longest: dict[str, Counter[str]] = {}
+    found: dict[Place, int] = {}
+    for place, node in reversed(nodes.items()):
+        behind = Counter[str]()
+        for value in node.results:
+            behind |= longest.get(value.name, Counter())
+        found[place] = behind[node.op]
+        behind[node.op] += 1
+        for name in node.refs:
+            longest[name] = longest.get(name, Counter()) | behind
+    return found
