@@ -23,7 +23,7 @@ from parloom.ir.verify import verify_decisions
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.rewrite.rewrites import BLOCK, before_takes, takes_of
 from parloom.search.cheaper import IMPOSSIBLE, Cheaper, Played, PlayStages
-from parloom.search.restated import restated
+from parloom.search.restated import resembling, restated
 from parloom.search.runner_up import Factors, Fits
 
 Rules = Mapping[str, Rule]
@@ -204,8 +204,8 @@ class _Begun:
             return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, {}))))
 
     def _nodes(self, rules: Sequence[Rules], like: Mapping[str, str]) -> Iterator[NodeDecision]:
-        """What the plan has, restated; new operators are split as far as their results are as
-        those of the operator that they are like. `rules` are those of the stages.
+        """What the plan has, restated; new operators are split as those that they are like, as far
+        as their tensors have dims that are split. `rules` are those of the stages.
         """
         known = {node.key: node for node in self.undoing.decisions.nodes}
         for key, indices in self._deciding(rules):
@@ -229,12 +229,9 @@ class _Begun:
         given, rule = self.undoing.rule(found.key, index), rules[key]
         if given is None:
             return (), mesh
-        if key not in self.own:
-            given, rule = _of_result(given), _of_result(rule)
-            if len(given.results[0]) != len(rule.results[0]):
-                return (), mesh
         factors = tuple((factor, _on(mesh, axes)) for factor, axes in found.factors)
-        return restated(factors, given, rule, mesh), mesh
+        said = restated if key in self.own else resembling
+        return said(factors, given, rule, mesh), mesh
 
     def _activations(self) -> Iterator[ActivationDecision]:
         """What is made again: of operators that are gone, those that are back are."""
@@ -309,11 +306,6 @@ def _is_block(graph: Graph, module: str) -> bool:
     except InputError:
         return False
     return True
-
-
-def _of_result(rule: Rule) -> Rule:
-    """What a rule says of the first result."""
-    return replace(rule, operands=(), results=rule.results[:1])
 
 
 def _at(form: Form, places: set[Place]) -> dict[Place, Node]:
