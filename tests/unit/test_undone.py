@@ -4,24 +4,32 @@ is, in the same stages, and as good as ways of single operators make it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import pytest
+from rich.console import Group
 
 from parloom.cost.clusters import load_cluster
+from parloom.cost.measured import Source
+from parloom.cost.simulate import simulate
 from parloom.cost.stages import PricedStages, StagePlayer, simulate_stages
 from parloom.cost.timeline import Timeline
 from parloom.errors import LayoutError, VerifyError
 from parloom.ir.factors import factorize
-from parloom.ir.graph import Graph
+from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower_stages import LoweredStages, group_lists, lower_stages
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Action, Decisions, NodeDecision, Stage
+from parloom.ir.plan import Action, Decisions, ModelSource, NodeDecision, Plan, Stage
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import stage_items
+from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.report.case import PipelineCase
+from parloom.report.output import rendered
+from parloom.report.rewrite_screen import rewrite_screen
+from parloom.report.rewrites import rewrites_explained
 from parloom.rewrite.horizontal import fusions
+from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.cheaper import Played
 from parloom.search.undone import Undoing, Undone
@@ -29,7 +37,7 @@ from tests.property.searched import every_assignment
 from tests.unit.explained import ADAM
 from tests.unit.graphs import graph, node
 
-CLUSTER = load_cluster("1x4xV100")
+CLUSTER = load_cluster("1x8xV100")
 PLENTY = 2**60
 
 
@@ -53,3 +61,353 @@ def towers(batch: int = 4096) -> Graph:
         node("linear", "both", "head", to="z", shape=(batch, 2), path="head"),
         node("sum", "z", to="loss", shape=()),
     )
+
+
+# Cut in the middle of the layers: these are the first stage's, fused and as they are.
+FIRST = ("tanh", "linear")
+
+
+def fused(made: Graph) -> tuple[str, ...]:
+    """Both towers as one."""
+    (take,) = (str(own) for own in fusions(made, made.main) if "down" in str(own))
+    return (take,)
+
+
+def split_samples(own: Graph, axis: str = "x") -> Iterator[NodeDecision]:
+    """Every operator over its samples."""
+    factored = factorize(own)
+    for flat in own.flat():
+        rule = factored.rule(flat.function, flat.node)
+        factor = rule.operands[0][0][-1]
+        yield NodeDecision(flat.key, ((factor, (axis,)),))
+
+
+def halves(own: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The items of two stages: up to the first nonlinearity of the towers, and from there on."""
+    items = stage_items(own)
+    ops = {flat.key: flat.node for flat in own.flat()}
+    first = [key for key in items if ops[key].op == "tanh"]
+    makes = {name for key in first for name in ops[key].refs}
+    first += [key for key in items if makes & {value.name for value in ops[key].results}]
+    return tuple(k for k in items if k in first), tuple(k for k in items if k not in first)
+
+
+def on(first: int, count: int) -> tuple[tuple[range, ...], Mesh]:
+    """Devices of a stage, with their mesh."""
+    return (range(first, first + count),), grid({"x": count}) if count > 1 else Mesh(())
+
+
+def passes(stage: int, microbatches: Sequence[int]) -> Iterator[Action]:
+    for m in microbatches:
+        yield Action("F", m, stage)
+        yield Action("B", m, stage)
+
+
+def one_each(own: Graph) -> Decisions:
+    a, b = halves(own)
+    stages = (Stage(a, *on(0, 1)), Stage(b, *on(1, 1)))
+    return Decisions(stages, num_microbatches=4, schedule="1f1b")
+
+
+def two_each(own: Graph) -> Decisions:
+    a, b = halves(own)
+    stages = (Stage(a, *on(0, 2)), Stage(b, *on(2, 2)))
+    nodes = tuple(split_samples(own))
+    return Decisions(stages, nodes, num_microbatches=4, schedule="1f1b")
+
+
+def unequal(own: Graph) -> Decisions:
+    """The first stage on one device, the second one on two."""
+    a, b = halves(own)
+    stages = (Stage(a, *on(0, 1)), Stage(b, *on(1, 2)))
+    nodes = tuple(node for node in split_samples(own) if node.key in b)
+    return Decisions(stages, nodes, num_microbatches=4, schedule="1f1b")
+
+
+def one_stage(own: Graph) -> Decisions:
+    stages = (Stage((), *on(0, 2)),)
+    return Decisions(stages, tuple(split_samples(own)))
+
+
+def replicas(own: Graph) -> Decisions:
+    """The model on two devices and on one, which run unequal numbers of microbatches."""
+    items = stage_items(own)
+    stages = (
+        Stage(items, *on(0, 2), (0, 1, 2)),
+        Stage(items, *on(2, 1), (3,)),
+    )
+    actions = ((*passes(0, (0, 1, 2)), *STEP), (*passes(1, (3,)), *STEP))
+    return Decisions(
+        stages, tuple(split_samples(own)), num_microbatches=4, schedule="replicas", actions=actions
+    )
+
+
+def cut_otherwise(own: Graph) -> Decisions:
+    """One replica in two stages, the other one in one."""
+    a, b = halves(own)
+    stages = (
+        Stage(a, *on(0, 1), (0, 1)),
+        Stage(b, *on(1, 1), (0, 1)),
+        Stage(stage_items(own), *on(2, 2), (2, 3)),
+    )
+    first = (Action("F", 0, 0), Action("F", 1, 0), Action("B", 0, 0), Action("B", 1, 0))
+    actions = ((*first, *STEP), (*passes(1, (0, 1)), *STEP), (*passes(2, (2, 3)), *STEP))
+    return Decisions(
+        stages, tuple(split_samples(own)), num_microbatches=4, schedule="replicas", actions=actions
+    )
+
+
+PLANS: Mapping[str, Callable[[Graph], Decisions]] = {
+    own.__name__: own for own in (one_each, two_each, unequal, one_stage, replicas, cut_otherwise)
+}
+
+
+def planned(made: Graph, of: Callable[[Graph], Decisions], *texts: str) -> Decisions:
+    """The plan of a graph with these rewrites."""
+    return replace(of(rewritten(made, texts)), rewrites=texts)
+
+
+def simulated(made: Graph, plan: Decisions) -> Timeline:
+    """The step of a plan that is checked and lowered anew."""
+    own = rewritten(made, plan.rewrites)
+    verify_decisions(own, plan)
+    stages = lower_stages(own, plan)
+    for pcg in stages.pcgs:
+        verify_pcg(pcg)
+    return simulate_stages(stages, CLUSTER, plan, ADAM)
+
+
+def undone(made: Graph, plan: Decisions, index: int = 0, limit: int = PLENTY) -> Undone:
+    """The plan without one rewrite, as `parloom.report.rewrites` asks for it."""
+    player = StagePlayer(CLUSTER, ADAM)
+    lowered = lower_stages(rewritten(made, plan.rewrites), plan)
+    walkers = [
+        player.priced(pcg, stage).walker
+        for pcg, stage in zip(lowered.pcgs, plan.stages, strict=True)
+    ]
+
+    def play(stages: LoweredStages) -> Timeline:
+        if len(stages.pcgs) == 1:
+            return simulate(stages.only, CLUSTER, stages.only.decisions, ADAM)
+        lists = tuple(own for _, own in group_lists(plan))
+        return PricedStages(stages, plan.stages, player).play(lists)
+
+    def fits(timeline: Timeline) -> bool:
+        return timeline.peak_bytes <= limit
+
+    return Undoing(made, plan, lowered, walkers, fits, play).without(index)
+
+
+def plan_of(found: Undone) -> Played:
+    assert isinstance(found.plan, Played), found.plan
+    return found.plan
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_beside_is_that_of_the_model_as_it_is(name: str) -> None:
+    """With the same stages, layouts and schedule: what a rewrite saves is the difference of two
+    simulated plans.
+    """
+    made = towers()
+    plan = planned(made, PLANS[name], *fused(made))
+    found = undone(made, plan)
+    beside = plan_of(found)
+    assert not found.changed
+    assert [own.op for own in found.before] == ["linear", "tanh", "linear", "relu", "linear"] * 2
+    assert "cat" in {own.op for own in found.after}
+    plain = planned(made, PLANS[name])
+    assert [s.items for s in beside.decisions.stages] == [s.items for s in plain.stages]
+    assert beside.timeline.step_ps == simulated(made, beside.decisions).step_ps
+    assert beside.timeline.step_ps == simulated(made, plain).step_ps
+    assert beside.timeline.peak_bytes == simulated(made, plain).peak_bytes
+    assert beside.timeline.step_ps > simulated(made, plan).step_ps
+
+
+@pytest.mark.parametrize("name", ["two_each", "one_stage", "replicas"])
+def test_no_other_way_of_what_is_back_is_better(name: str) -> None:
+    made = towers()
+    beside = plan_of(undone(made, planned(made, PLANS[name], *fused(made))))
+    plan, mesh, factored = beside.decisions, grid({"x": 2}), factorize(made)
+    steps = []
+    for flat in list(made.flat())[:5]:
+        for way in every_assignment(factored.rule(flat.function, flat.node), mesh):
+            kept = tuple(own for own in plan.nodes if own.key != flat.key)
+            other = replace(plan, nodes=(*kept, NodeDecision(flat.key, way)))
+            try:
+                steps.append(simulated(made, other).step_ps)
+            except (LayoutError, VerifyError):
+                continue
+    assert len(steps) > 10
+    assert min(steps) == beside.timeline.step_ps < max(steps)
+
+
+def gated(depth: int = 4) -> Graph:
+    """Blocks with two products of one operand."""
+    hidden, wide = "float32[4096, 256]", "float32[4096, 512]"
+    shapes = {"gate": "[512, 256]", "up": "[512, 256]", "down": "[256, 512]"}
+    inputs, calls, before = [], [], "x"
+    for i in range(depth):
+        own = {f"b{i}_{n}": f'float32{s} = parameter("b.{i}.{n}"' for n, s in shapes.items()}
+        inputs += [f"input {n}: {text}, trainable=True)" for n, text in own.items()]
+        calls.append(f'    b{i}: {hidden} = block["b.{i}"]({", ".join((before, *own))})')
+        before = f"b{i}"
+    lines = [
+        'graph "Gated" training=True', "", *inputs, f'input x: {hidden} = batch("x")',
+        "", "def block(", f"    h: {hidden},",
+        *(f"    {n}: float32{s}," for n, s in shapes.items()),
+        "):",
+        f"    g: {wide} = linear(h, gate)  # gate",
+        f"    u: {wide} = linear(h, up)  # up",
+        f"    m: {wide} = mul(g, u)  #",
+        f"    out: {hidden} = linear(m, down)  # down",
+        "    return out", "", "main main:", *calls,
+        f"    loss: float32[] = sum({before})  #", "    return loss", "", "loss loss",
+    ]  # fmt: skip
+    return parse_graph("\n".join(lines) + "\n")
+
+
+def block_each(own: Graph) -> Decisions:
+    """A block on two devices each: those in the middle are equal stages."""
+    *blocks, one, last = stage_items(own)
+    items = [*((block,) for block in blocks), (one, last)]
+    stages = tuple(Stage(keys, *on(2 * at, 2)) for at, keys in enumerate(items))
+    nodes = tuple(split_samples(own))
+    return Decisions(stages, nodes, num_microbatches=4, schedule="1f1b")
+
+
+def blocks_in_replicas(own: Graph) -> Decisions:
+    """Blocks of a replica in two stages, and of another one in stages that are cut otherwise."""
+    items = stage_items(own)
+    parts = (items[:1], items[1:], items[:3], items[3:])
+    stages = tuple(
+        Stage(keys, *on(2 * at, 2 if at < 3 else 1), (0, 1) if at < 2 else (2, 3))
+        for at, keys in enumerate(parts)
+    )
+    actions = []
+    for at, microbatches in enumerate(((0, 1), (0, 1), (2, 3), (2, 3))):
+        both = [Action(kind, m, at) for kind in "FB" for m in microbatches]
+        actions.append((*(passes(at, microbatches) if at % 2 else both), *STEP))
+    return Decisions(stages, tuple(split_samples(own)), (), (), 4, "replicas", tuple(actions))
+
+
+@pytest.mark.parametrize("of", [block_each, blocks_in_replicas])
+def test_blocks_in_several_stages(of: Callable[[Graph], Decisions]) -> None:
+    made = gated()
+    (take,) = map(str, merges(made))
+    plan = planned(made, of, take)
+    found = undone(made, plan)
+    beside = plan_of(found)
+    assert [own.op for own in found.before] == ["linear", "linear"]
+    plain = planned(made, of)
+    assert set(beside.decisions.nodes) == set(plain.nodes)
+    assert beside.timeline.step_ps == simulated(made, beside.decisions).step_ps
+    assert beside.timeline.step_ps == simulated(made, plain).step_ps
+    assert beside.timeline.step_ps != simulated(made, plan).step_ps
+    programs = {id(pcg) for pcg in beside.stages.pcgs}
+    assert len(programs) < len(plan.stages) or of is blocks_in_replicas
+
+
+def low_rank(batch: int = 1024) -> Graph:
+    """A product of factors, of which the first half is read again."""
+    wide, narrow = (batch, 256), (batch, 8)
+    return graph(
+        {"first": (256, 256), "p": (256, 8), "q": (8, 256), "last": (256, 8)},
+        {"x": (wide, "float32")},
+        node("linear", "x", "first", to="a", shape=wide, path="first"),
+        node("matmul", "a", "p", to="u", shape=narrow),
+        node("matmul", "u", "q", to="v", shape=wide, number=1),
+        node("relu", "v", to="h", shape=wide),
+        node("linear", "u", "last", to="w", shape=wide, path="last"),
+        node("mul", "h", "w", to="m", shape=wide),
+        node("sum", "m", to="loss", shape=()),
+    )
+
+
+WHOLE = "take v in main by whole: matmul(a, matmul(p, q))"
+
+
+def two_stages(own: Graph) -> Decisions:
+    """All behind the first operator in the second one."""
+    first, *rest = stage_items(own)
+    stages = (Stage((first,), *on(0, 2)), Stage(tuple(rest), *on(2, 2)))
+    return Decisions(stages, (), num_microbatches=4, schedule="1f1b")
+
+
+def early(own: Graph) -> Decisions:
+    """The product and what is made of it in the first stage, the first half of it in the second."""
+    first = {"first:linear#0", *(flat.key for flat in own.flat() if makes_early(flat))}
+    items = stage_items(own)
+    parts = ([key for key in items if (key in first) is here] for here in (True, False))
+    stages = (Stage(tuple(a), *on(2 * i, 2)) for i, a in enumerate(parts))
+    return Decisions(tuple(stages), (), num_microbatches=4, schedule="1f1b")
+
+
+def makes_early(flat: FlatNode) -> bool:
+    """Whether an operator is one of the whole product, or reads it."""
+    names = {value.name for value in flat.node.results}
+    return not names.isdisjoint(("v_form", "v", "h")) and "u" not in flat.node.refs
+
+
+def test_what_cannot_stay_is_named() -> None:
+    """What is back reads what a later stage makes, and is read in its own."""
+    made = low_rank()
+    found = undone(made, planned(made, early, WHOLE))
+    assert found.changed == (":relu#0 is in stage 1",)
+    beside = plan_of(found)
+    assert beside.timeline.step_ps == simulated(made, beside.decisions).step_ps
+    plain = planned(made, two_stages)
+    assert [s.items for s in beside.decisions.stages] == [s.items for s in plain.stages]
+    assert beside.timeline.step_ps <= simulated(made, plain).step_ps
+
+
+def alone(own: Graph) -> Decisions:
+    """The first stage has nothing but what would be gone."""
+    factors = [f.key for f in own.flat() if f.node.results[0].name == "v_form"]
+    rest = tuple(key for key in stage_items(own) if key not in factors)
+    stages = (Stage(tuple(factors), *on(0, 2)), Stage(rest, *on(2, 2)))
+    return Decisions(stages, (), num_microbatches=4, schedule="1f1b")
+
+
+def test_what_cannot_be_undone_alone_says_why() -> None:
+    made = low_rank()
+    found = undone(made, planned(made, alone, WHOLE))
+    assert isinstance(found.plan, str)
+    assert found.plan.startswith("stage 0 has no items")
+    assert [own.op for own in found.before] == ["matmul"]
+    assert [own.op for own in found.after] == ["matmul", "matmul"]
+    (document,) = rewrites_explained(case_of(made, planned(made, alone, WHOLE)))
+    assert document["reason"] == f"cannot be undone alone: {found.plan}"
+    assert document["saved_s"] is document["saved_sent_bytes"] is None
+    assert document["saved_peak_bytes"] is None
+    shown = rendered(Group(*rewrite_screen(document)), 120)
+    assert "cannot be undone alone: stage 0 has no items" in shown
+    assert "against the plan without it" not in shown
+
+
+def case_of(made: Graph, plan: Decisions) -> PipelineCase:
+    """A pipeline as `parloom.explain` makes a case of it, without files and torch."""
+    source = ModelSource("model.py:build", None, None, None)
+    saved = Plan(source, CLUSTER.name, "0" * 16, ADAM, "method", plan, print_graph(made))
+    stages = lower_stages(rewritten(made, plan.rewrites), plan)
+    played = simulate_stages(stages, CLUSTER, plan, ADAM)
+    player = StagePlayer(CLUSTER, ADAM)
+    return PipelineCase(saved, CLUSTER, played, Source("spec", 0.25), stages, player)
+
+
+@pytest.mark.parametrize("name", ["two_each", "replicas"])
+def test_what_is_saved_is_the_difference_of_two_plans(name: str) -> None:
+    made = towers()
+    case = case_of(made, planned(made, PLANS[name], *fused(made)))
+    plain = case_of(made, planned(made, PLANS[name]))
+    (found,) = rewrites_explained(case)
+    assert found["reason"] is None
+    assert found["saved_s"] == plain.timeline.step_s - case.timeline.step_s
+    assert found["saved_peak_bytes"] == plain.timeline.peak_bytes - case.timeline.peak_bytes
+    sent = [sum(own.num_bytes for own in one.ledger.sent) for one in (plain, case)]
+    assert found["saved_sent_bytes"] == sent[0] - sent[1]
+    # Not what all on one device each would save.
+    other = planned(made, PLANS["one_each"])
+    assert found["saved_s"] != simulated(made, other).step_s - case.timeline.step_s
+    shown = rendered(Group(*rewrite_screen(found)), 120)
+    assert "against the plan without it" in shown
+    assert "cannot be undone" not in shown
