@@ -19,7 +19,16 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower_stages import LoweredStages, group_lists, lower_stages
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Action, Decisions, ModelSource, NodeDecision, Plan, Stage
+from parloom.ir.plan import (
+    Action,
+    Decisions,
+    ModelSource,
+    NodeDecision,
+    ParameterDecision,
+    Plan,
+    Stage,
+    Storage,
+)
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import stage_items
 from parloom.ir.text import parse_graph, print_graph
@@ -31,7 +40,7 @@ from parloom.report.rewrites import rewrites_explained
 from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.cheaper import Played
+from parloom.search.cheaper import Cheaper, Played
 from parloom.search.undone import Undoing, Undone
 from tests.property.searched import every_assignment
 from tests.unit.explained import ADAM
@@ -394,20 +403,115 @@ def case_of(made: Graph, plan: Decisions) -> PipelineCase:
     return PipelineCase(saved, CLUSTER, played, Source("spec", 0.25), stages, player)
 
 
-@pytest.mark.parametrize("name", ["two_each", "replicas"])
-def test_what_is_saved_is_the_difference_of_two_plans(name: str) -> None:
-    made = towers()
-    case = case_of(made, planned(made, PLANS[name], *fused(made)))
-    plain = case_of(made, planned(made, PLANS[name]))
+@pytest.mark.parametrize(
+    ("made", "text", "of"),
+    [
+        (towers(), fused(towers())[0], PLANS["two_each"]),
+        (towers(), fused(towers())[0], PLANS["replicas"]),
+        (low_rank(), WHOLE, early),
+    ],
+    ids=["two_each", "replicas", "early"],
+)
+def test_what_is_saved_is_the_difference_of_two_plans(
+    made: Graph, text: str, of: Callable[[Graph], Decisions]
+) -> None:
+    case = case_of(made, planned(made, of, text))
+    plain = case_of(made, plan_of(undone(made, case.decisions)).decisions)
+    assert not plain.decisions.rewrites
     (found,) = rewrites_explained(case)
     assert found["reason"] is None
     assert found["saved_s"] == plain.timeline.step_s - case.timeline.step_s
     assert found["saved_peak_bytes"] == plain.timeline.peak_bytes - case.timeline.peak_bytes
     sent = [sum(own.num_bytes for own in one.ledger.sent) for one in (plain, case)]
     assert found["saved_sent_bytes"] == sent[0] - sent[1]
-    # Not what all on one device each would save.
-    other = planned(made, PLANS["one_each"])
+    assert (sent[0] != sent[1]) is (text == WHOLE)
+    # Not what the same rewrite saves in another pipeline.
+    other = planned(made, one_stage)
     assert found["saved_s"] != simulated(made, other).step_s - case.timeline.step_s
     shown = rendered(Group(*rewrite_screen(found)), 120)
     assert "against the plan without it" in shown
+    assert ("what else is not as here" in shown) is bool(found["changed"])
     assert "cannot be undone" not in shown
+
+
+def viewed(batch: int = 1024) -> Graph:
+    """A function of parts of a dim, which is one of the whole."""
+    wide, parts = (batch, 256), (batch, 2, 128)
+    return graph(
+        {"first": (256, 256), "last": (256, 256)},
+        {"x": (wide, "float32")},
+        node("linear", "x", "first", to="a", shape=wide, path="first"),
+        node("view", "a", parts, to="b", shape=parts),
+        node("relu", "b", to="c", shape=parts),
+        node("view", "c", wide, to="d", shape=wide, number=1),
+        node("linear", "d", "last", to="e", shape=wide, path="last"),
+        node("sum", "e", to="loss", shape=()),
+    )
+
+
+def test_replicas_agree_on_what_all_of_them_can_do() -> None:
+    """Two devices share two parts, and four do not."""
+    made, text = viewed(), "take d in main by whole: relu(a)"
+
+    def of(own: Graph) -> Decisions:
+        items = stage_items(own)
+        stages = (Stage(items, *on(0, 2), (0, 1)), Stage(items, *on(2, 4), (2, 3)))
+        actions = tuple((*passes(at, (2 * at, 2 * at + 1)), *STEP) for at in (0, 1))
+        nodes = (NodeDecision("first:linear#0", (("n", ("x",)),)),)
+        return Decisions(stages, nodes, (), (), 4, "replicas", actions)
+
+    plan = planned(made, of, text)
+    assert simulated(made, plan)
+    beside = plan_of(undone(made, plan))
+    assert beside.timeline.step_ps == simulated(made, beside.decisions).step_ps
+    kept = beside.decisions.node("first:linear#0")
+    assert kept is None or not kept.factors
+
+
+def cheaper_of(made: Graph, plan: Decisions) -> Cheaper:
+    """Plans like one, without a limit."""
+    lowered = lower_stages(made, plan)
+    player = StagePlayer(CLUSTER, ADAM)
+    pairs = zip(lowered.pcgs, plan.stages, strict=True)
+    walkers = [player.priced(pcg, stage).walker for pcg, stage in pairs]
+    lists = tuple(own for _, own in group_lists(plan))
+
+    def play(stages: LoweredStages) -> Timeline:
+        return PricedStages(stages, plan.stages, player).play(lists)
+
+    return Cheaper(factorize(made), plan, walkers, lambda _: True, play)
+
+
+def test_storage_gives_way_in_equal_stages() -> None:
+    """Blocks 1 and 2 are one program, in which parameters have the names of one of them."""
+    made = gated()
+    plan = planned(made, block_each)
+    storage = Storage(("x",))
+    names = [f"b.{at}.{name}" for at in (1, 2) for name in ("gate", "down")]
+    stored = tuple(ParameterDecision(name, storage, storage, storage) for name in names)
+    wide = {f"b.{at}.gate:linear#0" for at in (1, 2)}
+    nodes = [own for own in plan.nodes if own.key not in wide]
+    nodes += [NodeDecision(key, (("n", ("x",)),)) for key in wide]
+    asked = replace(plan, nodes=tuple(nodes), parameters=stored)
+    found = cheaper_of(made, plan).played(asked)
+    assert found.stages.pcgs[1] is found.stages.pcgs[2]
+    assert {own.name for own in found.decisions.parameters if own.weight.axes} == {
+        names[1],
+        names[3],
+    }
+    assert found.timeline.step_ps == simulated(made, found.decisions).step_ps
+    with pytest.raises((LayoutError, VerifyError)):
+        simulated(made, asked)
+
+
+def test_ways_are_changed_where_that_is_faster() -> None:
+    made = towers()
+    plan = planned(made, PLANS["two_each"])
+    unsplit = {"d:linear#0", "d:linear#1"}
+    nodes = tuple(own for own in plan.nodes if own.key not in unsplit)
+    cheaper = cheaper_of(made, plan)
+    begun = cheaper.played(replace(plan, nodes=nodes))
+    found = cheaper.improved(begun, unsplit)
+    assert found.timeline.step_ps == simulated(made, plan).step_ps < begun.timeline.step_ps
+    assert cheaper.improved(begun, set()) is begun
+    assert set(found.decisions.nodes) == set(plan.nodes)
