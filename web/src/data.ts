@@ -251,9 +251,11 @@ export interface Plan {
     where: string;
     before: string[];
     after: string[];
-    saved_s: number;
-    saved_sent_bytes: number;
-    saved_peak_bytes: number;
+    /** Null where there is no such plan without it, for a reason. */
+    saved_s: number | null;
+    saved_sent_bytes: number | null;
+    saved_peak_bytes: number | null;
+    reason: string | null;
     stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
     changed: string[];
   }[];
