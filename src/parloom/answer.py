@@ -115,7 +115,7 @@ def _shortage(
     """What fills memory in the smallest plan, what would fit, and which pins are to blame."""
     request = replace(request, objective=Objective.TIME)
     small = min(found, key=lambda plan: plan.prediction.peak_bytes)
-    shortage = _filled(request, small, least)
+    shortage = replace(_filled(request, small, least), assumed=origin.assumed)
     if not origin.alone:
         text = f"no plan fits; {small.name} needs {bytes_up(small.prediction.peak_bytes)}"
         return InfeasibleError(f"{text} of {format_bytes(request.limit_bytes)} per device")

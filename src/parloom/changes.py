@@ -12,6 +12,7 @@ from parloom.candidates import ALGEBRA, RANDOM
 from parloom.choose import Choice, choose
 from parloom.comparators.baselines import RULES
 from parloom.cost.hardware import Hardware
+from parloom.cost.money import work_of
 from parloom.errors import ParloomError, StoppedError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
@@ -21,6 +22,7 @@ from parloom.ir.mesh import part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.microbatches import divisors
 from parloom.ir.plan import DTYPES, MICROBATCH, ModelSource, Status
+from parloom.ir.samples import num_samples, num_tokens
 from parloom.report.shortage import Change
 from parloom.search.least import least_share
 from parloom.search.pinned import resolve
@@ -29,7 +31,7 @@ from parloom.search.request import AUTO, Request, Say, ScoredPlan, Wanted, base_
 SPEC = re.compile(r"(?:([0-9]+)x)?([0-9]+)x([^0-9].*)")
 # How often batch, microbatches or nodes are halved or doubled.
 DOUBLINGS = 4
-Build = Callable[[int | None, str | None, int | None], Graph]
+Build = Callable[[ModelSource, int | None], Graph]
 Trial = tuple[str, str, Request]
 """Flags, the same in words, and the request."""
 
@@ -38,10 +40,11 @@ Trial = tuple[str, str, Request]
 class Origin:
     """Where a request came from, so that it can be asked otherwise.
 
-    `build` captures the model again with another batch size, dtype and number of microbatches;
-    `spec` is that of the cluster, empty where its rates were measured; `whole` the machine of which
-    the request is for the part that was asked for. `alone`: of several questions, so that nobody
-    wants to know what would fit in place of one.
+    `build` captures the model again, from a source of another batch size, length of samples or
+    dtype, and with a number of microbatches; `spec` is that of the cluster, empty where its rates
+    were measured; `whole` the machine of which the request is for the part that was asked for.
+    `alone`: of several questions, so that nobody wants to know what would fit in place of one.
+    `assumed`: what nobody asked for, in words.
     """
 
     source: ModelSource
@@ -49,6 +52,7 @@ class Origin:
     build: Build
     whole: Hardware | None = None
     alone: bool = True
+    assumed: tuple[str, ...] = ()
 
 
 def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Change | str]:
@@ -56,7 +60,9 @@ def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Chang
     to none of which one does.
     """
     request = replace(request, wanted=Wanted.PRICE)
-    for series in (_optimizer, _dtype, _method, _microbatches, _batch, _devices, _nodes):
+    kinds = (_optimizer, _dtype, _method, _microbatches, _batch, _length, _devices, _nodes)
+    each = _units(request) / request.samples
+    for series in kinds:
         largest = ""
         for flags, words, other in series(request, origin):
             largest = flags
@@ -69,7 +75,7 @@ def priced_changes(request: Request, origin: Origin, say: Say) -> Iterator[Chang
                 raise
             except ParloomError:
                 continue
-            yield change(flags, words, other, found.best)
+            yield change(flags, words, other, found.best, _units(other) / each)
             break
         else:
             if largest:
@@ -92,11 +98,21 @@ def _may_fit(request: Request) -> bool:
     return least_share(request.graph, base, request.optimizer, devices) <= request.limit_bytes
 
 
-def change(flags: str, words: str, request: Request, found: ScoredPlan) -> Change:
-    """A change with what its plan costs."""
+def change(
+    flags: str, words: str, request: Request, found: ScoredPlan, samples: float | None = None
+) -> Change:
+    """A change with what its plan costs; a step has as much work as `samples` of those that were
+    asked for, by default all its own.
+    """
     step_s, peak = found.prediction.step_s, found.prediction.peak_bytes
     devices = request.cluster.num_devices
-    return Change(flags, words, step_s, peak, step_s * devices / request.samples)
+    return Change(flags, words, step_s, peak, step_s * devices / (samples or request.samples))
+
+
+def _units(request: Request) -> int:
+    """Tokens of a step, or samples where there are none."""
+    apart = request.num_microbatches or 1 if request.batch_semantics == MICROBATCH else 1
+    return work_of(request.graph, apart).in_step
 
 
 def _optimizer(request: Request, origin: Origin) -> Iterator[Trial]:
@@ -110,8 +126,8 @@ def _dtype(request: Request, origin: Origin) -> Iterator[Trial]:
     # Volta and Turing multiply in float16 and not in bfloat16.
     half = "fp16" if DTYPES["fp16"] in rates and DTYPES["bf16"] not in rates else "bf16"
     if origin.source.dtype not in (DTYPES["bf16"], DTYPES["fp16"]):
-        flags, words, batch = f"--dtype {half}", "activations of half the size", origin.source.batch
-        yield from _captured(request, origin, flags, words, batch, half)
+        flags, words = f"--dtype {half}", "activations of half the size"
+        yield from _captured(request, origin, flags, words, replace(origin.source, dtype=half))
 
 
 def _method(request: Request, origin: Origin) -> Iterator[Trial]:
@@ -124,7 +140,7 @@ def _microbatches(request: Request, origin: Origin) -> Iterator[Trial]:
     """More microbatches; a method that chooses their number itself has tried every one."""
     if request.method in (AUTO, RANDOM, *RULES, *ALGEBRA) and request.num_microbatches is None:
         return
-    least, source = request.num_microbatches or 1, origin.source
+    least = request.num_microbatches or 1
     legal = legal_microbatches(factorize(request.graph), request.batch_semantics).counts
     if request.batch_semantics == MICROBATCH:  # the graph is of one microbatch
         legal = divisors(request.samples)
@@ -134,7 +150,7 @@ def _microbatches(request: Request, origin: Origin) -> Iterator[Trial]:
         flags, words = f"--microbatches {count}", "so many passes, one after the other"
         other = replace(request, num_microbatches=count)
         if request.batch_semantics == MICROBATCH:
-            yield from _captured(other, origin, flags, words, source.batch, source.dtype)
+            yield from _captured(other, origin, flags, words, origin.source)
         else:
             yield flags, words, other
 
@@ -144,16 +160,29 @@ def _batch(request: Request, origin: Origin) -> Iterator[Trial]:
     for share in _doubled(2, before):
         if before % share == 0 and _may_fit(request):  # weights are the same for every batch
             size, words = before // share, f"instead of {before}"
-            flags, dtype = f"--batch {size}", origin.source.dtype
-            yield from _captured(request, origin, flags, words, size, dtype)
+            source = replace(origin.source, batch=size)
+            yield from _captured(request, origin, f"--batch {size}", words, source)
+
+
+def _length(request: Request, origin: Origin) -> Iterator[Trial]:
+    """Shorter sequences of tokens."""
+    tokens = num_tokens(factorize(request.graph))
+    if tokens is None or not _may_fit(request):
+        return
+    before = tokens // num_samples(factorize(request.graph))
+    for share in _doubled(2, before):
+        if before % share == 0:
+            size, words = before // share, f"instead of {before}, for as many tokens"
+            source = replace(origin.source, seq=size)
+            yield from _captured(request, origin, f"--seq {size}", words, source)
 
 
 def _captured(
-    request: Request, origin: Origin, flags: str, words: str, batch: int | None, dtype: str | None
+    request: Request, origin: Origin, flags: str, words: str, source: ModelSource
 ) -> Iterator[Trial]:
     """The model captured anew, where it can be."""
     try:
-        graph = origin.build(batch, dtype, request.num_microbatches)
+        graph = origin.build(source, request.num_microbatches)
     except ParloomError:
         return
     pinned = resolve(request.pinned.pins, graph, factorize(graph))

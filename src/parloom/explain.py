@@ -24,6 +24,7 @@ from parloom.ir.regular_parts import memory_of
 from parloom.ir.shown import Shown
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, PipelineCase
+from parloom.report.costs import cost_lines
 from parloom.report.explain import Document, plan_explained
 from parloom.report.explain_name import name_explained
 from parloom.report.explain_screen import plan_explained_screen
@@ -97,7 +98,8 @@ def explain(
         return Answer(document, pipeline_screen(case, document))
     play = partial(machine_of(case.plan, calibration).simulate, optimizer=case.plan.optimizer)
     document = plan_explained(case, rewrites_explained(case, play))
-    return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), path))
+    cost = cost_lines(plan, case.whole, case.timeline.step_s)
+    return Answer(document, plan_explained_screen(document, mesh_grid(case.mesh), cost, path))
 
 
 def _named(

@@ -24,6 +24,7 @@ from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples
 from parloom.ir.text import print_graph
+from parloom.report.words import unasked_words
 from parloom.search.pins import parse_pin
 from parloom.search.request import Request, ScoredPlan
 
@@ -55,10 +56,11 @@ class Captured:
         """The size of the batch."""
         return num_samples(factorize(self.graph)) * self.microbatches
 
-    def otherwise(self, batch: int | None, dtype: str | None, microbatches: int | None) -> Graph:
-        """The training program of the model with another batch, dtype or number of microbatches."""
-        spec, seq = self.source.spec, self.source.seq
-        loaded = load_abstract(spec, batch=batch, seq=seq, dtype=dtype, seed=self.seed)
+    def otherwise(self, source: ModelSource, microbatches: int | None) -> Graph:
+        """The training program of the model from another source or number of microbatches."""
+        loaded = load_abstract(
+            source.spec, batch=source.batch, seq=source.seq, dtype=source.dtype, seed=self.seed
+        )
         apart = (microbatches or 1) if self.batch_semantics == MICROBATCH else 1
         return capture_microbatch(loaded.model, loaded.batch, apart, loss=loaded.loss)
 
@@ -154,11 +156,11 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         objective=Objective(objective),
         sizes=tuple(sizes),
     )
-    known = machine.calibration is None and part is None
-    spec = resolve_cluster(cluster).spec if known else ""
-    origin = Origin(
-        captured.source, spec, captured.otherwise, None if devices is None else whole, alone
-    )
+    is_spec = machine.calibration is None and part is None
+    spec = resolve_cluster(cluster).spec if is_spec else ""
+    part_of = None if devices is None else whole
+    known = unasked_words(captured.source, graph, captured.samples)
+    origin = Origin(captured.source, spec, captured.otherwise, part_of, alone, known)
     pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
     size = f"{memory}B" if isinstance(memory, int) else memory or ""
     return Found(captured, machine, request, answer(request, origin, pins, size, progress))

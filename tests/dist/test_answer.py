@@ -10,10 +10,15 @@ from parloom import answer, api, changes, complete
 from parloom.arguments import METHODS
 from parloom.choose import Choice
 from parloom.errors import GapError, InfeasibleError, InputError
-from parloom.ir.plan import Plan, Prediction, Status
+from parloom.execute.machine import machine_for
+from parloom.ir.factors import factorize
+from parloom.ir.plan import Decisions, Plan, Prediction, Status
 from parloom.ir.plan_json import plan_to_json
+from parloom.ir.samples import num_samples, num_tokens
+from parloom.report.shortage import Change
+from parloom.report.words import unasked_words
 from parloom.search import optimize
-from parloom.search.request import Request
+from parloom.search.request import Request, ScoredPlan
 
 CLUSTER = "2xcpu"  # a question is asked again as it is on more devices, which take longer
 MIB = 2**20
@@ -117,8 +122,10 @@ def test_what_does_not_fit_is_explained_and_what_fits_is_priced(shortage: Infeas
     for flag, change in changes.items():
         if flag != "--memory":
             assert change["peak_bytes"] <= TIGHT
+    assert found["assumed"] == ["parameters in float32 (--dtype)"]
     for line in (
         "no plan fits in 16 MiB per device; each one that is searched holds",
+        "assumed: parameters in float32 (--dtype)",
         "at its peak",
     ):
         assert line in str(shortage)
@@ -160,6 +167,35 @@ def test_a_change_that_leaves_too_much_weight_is_not_tried(
         api.search(captured, cluster=CLUSTER, memory=20 * MIB, progress=roomier.append)
     for said, tried in ((roomier, True), (told, False)):
         assert any(line.startswith("trying --batch") for line in said) == tried
+
+
+def test_shorter_sequences_are_priced_for_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of half as many tokens counts as half of the samples that were asked for."""
+    asked: list[Request] = []
+
+    def fits_in_a_second(request: Request) -> Choice:
+        asked.append(request)
+        best = ScoredPlan(Decisions(), Prediction(1.0, 1))
+        return Choice(best, (best,), lambda prediction: True)
+
+    monkeypatch.setattr(changes, "chosen", fits_in_a_second)
+    found = api.capture("zoo:gpt", batch=8, seq=64)
+    machine = machine_for("2xcpu")
+    request = Request(found.graph, machine, found.optimizer, 2**40)
+    origin = changes.Origin(found.source, "", found.otherwise)
+    priced = {c.flags: c for c in changes.priced_changes(request, origin, lambda text: None)
+              if isinstance(c, Change)}  # fmt: skip
+    assert priced["--batch 4"].device_s == priced["--seq 32"].device_s == 2 * 1.0 / 4
+    assert priced["--optimizer sgd"].device_s == 2 * 1.0 / 8
+    (shorter,) = (own.graph for own in asked if num_tokens(factorize(own.graph)) == 8 * 32
+                  and num_samples(factorize(own.graph)) == 8)  # fmt: skip
+    assert {e.value.spec.shape for e in shorter.of_kind("batch")} == {(8, 32)}
+    assert unasked_words(found.source, found.graph, 8) == ("parameters in float32 (--dtype)",)
+    plain = replace(found.source, batch=None, seq=None)
+    assert unasked_words(plain, found.graph, 8)[1:] == (
+        "a batch of 8 (--batch)",
+        "samples of 64 tokens (--seq)",
+    )
 
 
 def test_pins_that_make_it_too_large_are_named(

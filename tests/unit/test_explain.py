@@ -11,7 +11,9 @@ from rich.console import RenderableType
 
 from parloom.choose import Choice
 from parloom.comparators.baselines import data_parallel, fsdp, megatron, random_plans
+from parloom.cost.cluster_file import one_line
 from parloom.cost.clusters import load_cluster
+from parloom.cost.holdings import holdings
 from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes
@@ -26,8 +28,9 @@ from parloom.ir.plan import (
 from parloom.report.bars import bars
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained
-from parloom.report.explain_screen import plan_explained_screen
+from parloom.report.explain_screen import plan_explained_screen, remade_words
 from parloom.report.grid import mesh_grid
+from parloom.report.memory import calls_text, recomputed
 from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
 from parloom.report.words import INTERRUPTED
@@ -67,7 +70,7 @@ def check(case: Case) -> None:
               for k in ("weight", "gradient", "optimizer")}  # fmt: skip
     held = case.priced.parameters.stored_bytes()
     assert [stored["weight"], stored["gradient"], stored["optimizer"]] == list(held.values())
-    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), (), "plan.json"))
     assert "where the step goes" in text
     assert document["bound_by"] in text
 
@@ -116,11 +119,52 @@ def test_what_is_said_of_a_plan() -> None:
     assert by_key[":add#0"]["moving_s"] > 0
     kinds = {(row["transfer"], tuple(row["axes"])) for row in document["collectives"]}
     assert ("activations all_reduce", ("tensor",)) in kinds
-    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), (), "plan.json"))
     assert "block, 3 calls, 1 of them recompute:" in text
     assert "recomputation" in text
+    assert "blocks.1: all " in text
+    assert "blocks.0,2: nothing" in text
     assert f"next: parloom explain plan.json {document['next']}" in text
     assert document["next"] in {flat.key for flat in case.pcg.graph.flat()}
+
+
+def test_what_calls_make_again_and_what_they_keep() -> None:
+    """Calls that make the same again stand together, all calls of the kind once; what is made again
+    is not among what is kept.
+    """
+    values = (":relu#0", "up:linear#0")
+    apart = ActivationDecision("blocks.2", "recompute", values)
+    plan = replace(tensor_parallel(), activations=(apart,))
+    keeps, case = (case_of(GRAPH, CLUSTER, own) for own in (tensor_parallel(), plan))
+    first, second = recomputed(case)
+    assert (first["calls"], first["values"], first["count"]) == ("blocks.0-1", [], 2)
+    assert (second["calls"], second["values"], second["all"]) == ("blocks.2", list(values), False)
+    assert sum(row["count"] for row in (first, second)) == len(case.calls)
+    assert remade_words(second) == f"2 of {second['of']} operators: {', '.join(values)}"
+    assert list(recomputed(keeps)) == []
+    before, after = (_kept(own, "block: :relu#0") for own in (keeps, case))
+    assert (before[0], after[0]) == (3, 2)
+    assert before[1] // 3 == after[1] // 2
+    names = {h.name for h in holdings(case.pcg, case.priced)}
+    assert {"blocks.2", "block: hidden (redistributed)", ":exp#5"} <= names
+
+
+def _kept(case: Case, key: str) -> tuple[int, int]:
+    (found,) = (h for h in holdings(case.pcg, case.priced) if h.name == key)
+    return found.count, found.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (["a.1", "a.0", "a.3"], "a.0-1,3"),
+        (["a.0", "b.0.c", "a.2"], "a.0,2, b.0.c"),
+        (["0", "1", "x"], "0-1, x"),
+        (["a.01", "a.1"], "a.01, a.1"),
+    ],
+)
+def test_paths_that_differ_in_a_number_are_one(paths: list[str], said: str) -> None:
+    assert calls_text(paths) == said
 
 
 def test_only_what_is_no_operators_is_left_over() -> None:
@@ -135,7 +179,7 @@ def test_only_what_is_no_operators_is_left_over() -> None:
     for place in document["places"]:
         waited = sum(t["s"] for t in place["time"] if t["transfer"] in kinds)
         assert place["others_s"] == pytest.approx(waited) != 0
-    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), (), "plan.json"))
     assert text.count("weights, gradients, waiting in line") == 2
 
 
@@ -148,7 +192,7 @@ def test_what_was_asked_for_is_said_with_its_price() -> None:
     document = plan_explained(pinned)
     (line,) = document["constraints"]
     assert line.startswith("--pin head=n:data costs 1 s (+100.0%)")
-    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), (), "plan.json"))
     assert f"asked for: {line}" in text
 
 
@@ -167,9 +211,10 @@ def test_bars_leave_room_for_their_numbers(width: int) -> None:
 def test_a_cluster_that_is_a_document_is_named() -> None:
     (plan,) = data_parallel(GRAPH, CLUSTER)
     case = case_of(GRAPH, CLUSTER, plan)
-    written = replace(case, plan=replace(case.plan, cluster='{"name": "lab", "levels": []}'))
+    lab = replace(CLUSTER, name="lab")
+    written = replace(case, plan=replace(case.plan, cluster=one_line(lab)))
     document = plan_explained(written)
-    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), "plan.json"))
+    text = screen(plan_explained_screen(document, mesh_grid(case.mesh), (), "plan.json"))
     assert text.splitlines()[0] == "model.py:build on 2x4xcpu (8 x cpu): method"
     assert (document["cluster"], document["num_devices"]) == ("2x4xcpu", 8)
     assert versus(written, case, "other")["plan"]["cluster"] == "2x4xcpu"
@@ -179,7 +224,9 @@ def test_memory_and_what_fits_are_beside_the_limit() -> None:
     (plan,) = data_parallel(GRAPH, CLUSTER)
     case = case_of(GRAPH, CLUSTER, plan)
     there, peak = CLUSTER.device.memory_bytes, case.ledger.peak.num_bytes
-    text = screen(plan_explained_screen(plan_explained(case), mesh_grid(case.mesh), "plan.json"))
+    text = screen(
+        plan_explained_screen(plan_explained(case), mesh_grid(case.mesh), (), "plan.json")
+    )
     assert f"of {format_bytes(there)} per device (" in text
     asked = (Constraint(f"--memory {peak - 1}", 1.0, 2**20),)
     found = Prediction(2.0, peak)

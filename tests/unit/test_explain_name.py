@@ -71,6 +71,8 @@ def test_an_operator() -> None:
     active, weight = found["operands"]
     assert active["grid"]["devices"] == [["0", "1"], ["2", "3"]]
     assert weight["from"] == "parameter blocks.1.down.weight"
+    (own,) = (one for one in found["weights"] if one["name"] == "blocks.1.down.weight")
+    assert own["stored"] == explained(case, "blocks.1.down.weight")["stored"]
     terms = {term["what"]: term for term in found["terms"]}
     assert terms["computing"]["forward_s"] > 0
     memory = terms["its memory traffic"]

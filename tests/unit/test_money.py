@@ -376,14 +376,14 @@ def test_plans_keep_what_they_were_chosen_by() -> None:
 def test_costs_of_one_plan() -> None:
     plan = example()
     cluster = Prices((("", HourlyPrice(3.0, "them", "May")),)).on(load_cluster(plan.cluster))
-    document = plan_cost_document(plan, cluster, 1e9)
-    assert document is not None
     assert plan.prediction is not None
+    step_s = plan.prediction.step_s
+    document = plan_cost_document(plan, cluster, step_s, 1e9)
     an_hour = usd_per_hour(cluster, plan.decisions)
     assert an_hour == document["usd_per_hour"] == 3.0 * plan.decisions.num_ranks
-    assert document["usd_per_step"] == pytest.approx(an_hour * plan.prediction.step_s / 3600)
-    assert any("them, May" in line for line in cost_lines(plan, cluster, None))
-    assert cost_lines(plan, load_cluster("4xcpu"), None) == []
+    assert document["usd_per_step"] == pytest.approx(an_hour * step_s / 3600)
+    assert any("them, May" in line for line in cost_lines(plan, cluster, step_s))
+    assert cost_lines(plan, load_cluster("4xcpu"), step_s) == []
     assert usd_per_hour(load_cluster("4xcpu"), Decisions()) is None
 
 

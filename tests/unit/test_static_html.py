@@ -79,7 +79,7 @@ def screens() -> dict[str, RenderableType]:
     case = case_of(graph, CLUSTER, tensor, "megatron")
     return {
         "cluster": cluster_screen(load_cluster("2x8xH100"), ("a guess",)),
-        "explained": plan_explained_screen(plan_explained(case), mesh_grid(case.mesh), "PLAN"),
+        "explained": plan_explained_screen(plan_explained(case), mesh_grid(case.mesh), (), "PLAN"),
         "versus": versus_screen(versus(case, zero, "fsdp")),
         "sharding": sharding_screen(drawings(case, "head")),
     }

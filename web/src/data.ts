@@ -93,6 +93,7 @@ export interface OperatorCard {
   results: Tensor[];
   flops: number;
   bound_by: string;
+  weights: { name: string; stored: Record<Role, Stored> }[];
   terms: Term[];
   ways: number;
   ways_tried: number;
@@ -105,13 +106,15 @@ export interface Stored {
   grid: Grid | null;
 }
 
+export type Role = "weight" | "gradient" | "optimizer";
+
 export interface ParameterCard extends Tensor {
   kind: "parameter";
   place: string;
   trainable: boolean;
   alike: string[];
   partial_gradient: string[];
-  stored: Record<"weight" | "gradient" | "optimizer", Stored>;
+  stored: Record<Role, Stored>;
   readers: { name: string; layout: string }[];
   terms: Term[];
 }
@@ -152,7 +155,20 @@ export interface Memory {
     lines: number[][];
     largest: { component: string; name: string; count: number; bytes: number }[];
   }[];
+  recomputed: Recomputed[];
   left_out: number;
+}
+
+/** Calls of a block kind that make the same again in their backward passes. */
+export interface Recomputed {
+  stage: number;
+  place: string;
+  calls: string;
+  count: number;
+  all: boolean;
+  values: string[];
+  moves: string[];
+  of: number;
 }
 
 export interface Network {
@@ -202,6 +218,8 @@ export interface Summary {
   schedule: string;
   price_per_hour: number | null;
   price_per_step: number | null;
+  cost: string[];
+  status: string;
   model_flops: number;
   mfu: number | null;
   samples: number | null;
@@ -225,6 +243,21 @@ export interface Front {
   prices: { device: string; price_per_hour: number | null; price_source: string; price_date: string }[];
 }
 
+/** What a rewrite saves, or the reason why there is no such plan without it. */
+type Saved =
+  | { reason: null; saved_s: number; saved_sent_bytes: number; saved_peak_bytes: number }
+  | { reason: string; saved_s: null; saved_sent_bytes: null; saved_peak_bytes: null };
+
+export type Rewrite = Saved & {
+  rules: string[];
+  proof: string;
+  where: string;
+  before: string[];
+  after: string[];
+  stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
+  changed: string[];
+};
+
 export interface Plan {
   path: string;
   title: string;
@@ -242,24 +275,11 @@ export interface Plan {
   network: Network;
   steps: Steps;
   memory: Memory;
-  alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean }[];
+  alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean; is_plan: boolean }[];
   front: Front | null;
   why_not: Versus[];
-  rewrites: {
-    rules: string[];
-    proof: string;
-    where: string;
-    before: string[];
-    after: string[];
-    /** Null where there is no such plan without it, for a reason. */
-    saved_s: number | null;
-    saved_sent_bytes: number | null;
-    saved_peak_bytes: number | null;
-    reason: string | null;
-    stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
-    changed: string[];
-  }[];
-  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number }[];
+  rewrites: Rewrite[];
+  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number; reads: number[] }[];
 }
 
 export interface Report {

@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parloom.cost.liveness import Lives
+from parloom.cost.liveness import Lives, own_of
 from parloom.cost.step import Priced
-from parloom.ir.pcg import PCG, Compute, PCall, PFunction, results_of
+from parloom.ir.pcg import PCG, Movement, PCall, PFunction, results_of
+
+MOVED = " (redistributed)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,16 @@ def _activations(pcg: PCG, found: Priced) -> Iterator[Holding]:
     )
     calls[pcg.main.name] = 1
     functions = {function.name: function for function in (pcg.main, *pcg.functions)}
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for name, count in calls.items():
         function = functions[name]
         where = "" if function is pcg.main else f"{function.kind}: "
         for what, size in _kept(function, pcg, found):
-            yield Holding("activations", f"{where}{what}", count, size * count)
+            counts[f"{where}{what}"] += count
+            sizes[f"{where}{what}"] += size * count
+    for what, count in counts.items():
+        yield Holding("activations", what, count, sizes[what])
 
 
 def _kept(function: PFunction, pcg: PCG, found: Priced) -> Iterator[tuple[str, int]]:
@@ -64,12 +71,24 @@ def _kept(function: PFunction, pcg: PCG, found: Priced) -> Iterator[tuple[str, i
     lives = Lives(outside, frozenset())
     body = tuple(item for item in function.body if not isinstance(item, PCall))
     found.walker.walk(function.inputs, body, lives, function.outputs, function.remake)
-    makers = {
-        value.name: item.node.key
-        for item in body
-        if isinstance(item, Compute)
-        for value in results_of(item)
-    }
+    makers = _makers(function)
     for owner in lives.kept:
         if owner not in outside and lives.sizes.get(owner):
             yield makers.get(owner, owner), lives.sizes[owner]
+
+
+def _makers(function: PFunction) -> dict[str, str]:
+    """What makes each value of a function, in the user's words."""
+    found: dict[str, str] = {}
+    for item in function.body:
+        if isinstance(item, Movement):
+            source = item.operand.name
+            made = f"{found.get(source, source).removesuffix(MOVED)}{MOVED}"
+        elif isinstance(item, PCall):
+            made = item.prefix
+        else:
+            made = item.node.key
+            if item.results:
+                found[own_of(item.results[0])] = f"{made} (for backward)"
+        found |= {value.name: made for value in results_of(item)}
+    return found

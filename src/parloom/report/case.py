@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parloom.cost.clusters import resolve_cluster
 from parloom.cost.ledger import MAIN, Ledger, Program, ledger, pipeline_ledger
 from parloom.cost.measured import Source
 from parloom.cost.shares import Runs, Share, runs, shares
@@ -43,6 +44,11 @@ class Step(ABC):
     @property
     def decisions(self) -> Decisions:
         return self.plan.decisions
+
+    @property
+    def whole(self) -> Cluster:
+        """The cluster that the plan was made for, of which it may use a part."""
+        return resolve_cluster(self.plan.cluster).cluster
 
     @cached_property
     @abstractmethod

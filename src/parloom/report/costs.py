@@ -22,11 +22,11 @@ def _prices(plan: Plan, cluster: Cluster) -> list[tuple[str, HourlyPrice]]:
     return [(device.name, device.price) for device, _ in used if device.price is not None]
 
 
-def plan_cost_document(plan: Plan, cluster: Cluster, in_run: float | None) -> dict[str, Any] | None:
-    """What a plan costs in JSON values; None where it is not predicted."""
-    if plan.prediction is None:
-        return None
-    step_s, work = plan.prediction.step_s, _of(plan, in_run)
+def plan_cost_document(
+    plan: Plan, cluster: Cluster, step_s: float, in_run: float | None = None
+) -> dict[str, Any]:
+    """What a plan whose step takes `step_s` costs, in JSON values."""
+    work = _of(plan, in_run)
     usd = usd_per_step(cluster, plan.decisions, step_s)
     return cost_document(work, step_s, usd) | {
         f"{work.unit}s_per_step": work.in_step,
@@ -35,11 +35,12 @@ def plan_cost_document(plan: Plan, cluster: Cluster, in_run: float | None) -> di
     }
 
 
-def cost_lines(plan: Plan, cluster: Cluster, in_run: float | None) -> list[str]:
-    """What a plan costs in words, and by which prices; the days of a run without any, too."""
-    if plan.prediction is None:
-        return []
-    step_s = plan.prediction.step_s
+def cost_lines(
+    plan: Plan, cluster: Cluster, step_s: float, in_run: float | None = None
+) -> list[str]:
+    """What a plan whose step takes `step_s` costs in words, and by which prices; the days of a run
+    without any, too.
+    """
     usd = usd_per_step(cluster, plan.decisions, step_s)
     if usd is None and in_run is None:
         return []

@@ -11,6 +11,8 @@ from parloom.ir.pcg import PParameter
 from parloom.ir.plan import Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
+from parloom.report.costs import plan_cost_document
+from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.words import constraint_lines, links_of, title_words, words
 
 Document = dict[str, Any]
@@ -36,6 +38,9 @@ def plan_explained(case: Case, rewrites: Iterable[Document] = ()) -> Document:
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],
         "words": list(words(parse_graph(plan.graph), plan.decisions)),
         "constraints": list(constraint_lines(plan)),
+        "status": plan.status,
+        "notes": list(plan.notes),
+        "cost": plan_cost_document(plan, case.whole, case.timeline.step_s),
         "rewrites": list(rewrites),
         "time": [_cause(cause, ps, ledger.step_ps) for cause, ps in _largest(ledger.by_cause())],
         "bound_by": bound_words(case),
@@ -47,6 +52,7 @@ def plan_explained(case: Case, rewrites: Iterable[Document] = ()) -> Document:
         "parameters": list(_parameters(case)),
         "collectives": list(_collectives(case)),
         "peak": _peak(case),
+        "recomputed": list(recomputed(case)),
         "expensive": expensive,
         "next": next((row["name"] for row in expensive if row["name"]), ""),
     }
@@ -207,6 +213,7 @@ def _peak(case: Case) -> Document:
         "module": peak.prefix,
         "operator": peak.name,
         "memory": dict(zip(COMPONENTS, peak.held, strict=True)),
+        "largest": largest_tensors([case]),
     }
 
 

@@ -88,6 +88,10 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play, most: 
         ],
         "splits": words,
         "operands": list(_operands(case, flat, factored)),
+        "weights": [
+            {"name": parameter.input.target, "stored": _storage(case, parameter)}
+            for parameter in _read_parameters(case, flat)
+        ],
         "results": list(_results(case, flat)),
         "flops": flops(case, computed),
         "bound_by": bound_of(case, flat),
@@ -215,16 +219,7 @@ def _parameter(case: Case, entry: Input, factored: Factored, play: Play, most: i
     fits, walker = case.fits, case.priced.walker
     optimizer = case.plan.optimizer
     ways = parameter_ways(factored, case.pcg, walker, optimizer, parameter, alike, fits, play, most)
-    spec, decision = entry.value.spec, parameter.decision
-    stored = {"weight": decision.weight, "gradient": decision.gradient,
-              "optimizer": decision.optimizer}  # fmt: skip
-    shape = local_shape(parameter.layout, spec.shape, case.pcg.mesh)
-    found, mesh = case.priced.parameters, case.pcg.mesh
-    sizes = {
-        "weight": parameter.elements(mesh, decision.weight) * found.width(parameter),
-        "gradient": parameter.elements(mesh, decision.gradient) * found.gradient_width(parameter),
-        "optimizer": found.state_bytes(parameter, "device"),
-    }
+    spec = entry.value.spec
     return {
         "kind": PARAMETER,
         "name": entry.target,
@@ -233,20 +228,35 @@ def _parameter(case: Case, entry: Input, factored: Factored, play: Play, most: i
         "alike": list(alike),
         "partial_gradient": list(parameter.reduce),
         **_lies(case, entry.value.name, spec, parameter.layout),
-        "stored": {
-            role: {
-                "words": storage_words(storage),
-                "bytes": sizes[role] if entry.trainable or role == "weight" else 0,
-                "grid": chunks(storage, shape[storage.dim], case.mesh).document()
-                if storage.axes
-                else None,
-            }
-            for role, storage in stored.items()
-        },
+        "stored": _storage(case, parameter),
         "readers": list(_readers(case, entry.value.name, factored)),
         "terms": [_term(term) for term in parameter_prices(case, parameter)],
         **_ways(case, ways),
     } | {"name": entry.target}
+
+
+def _storage(case: Case, parameter: PParameter) -> Document:
+    """How weight, gradient and optimizer state are stored, and bytes of them on each device."""
+    entry, decision = parameter.input, parameter.decision
+    stored = {"weight": decision.weight, "gradient": decision.gradient,
+              "optimizer": decision.optimizer}  # fmt: skip
+    shape = local_shape(parameter.layout, entry.value.spec.shape, case.pcg.mesh)
+    found, mesh = case.priced.parameters, case.pcg.mesh
+    sizes = {
+        "weight": parameter.elements(mesh, decision.weight) * found.width(parameter),
+        "gradient": parameter.elements(mesh, decision.gradient) * found.gradient_width(parameter),
+        "optimizer": found.state_bytes(parameter, "device"),
+    }
+    return {
+        role: {
+            "words": storage_words(storage),
+            "bytes": sizes[role] if entry.trainable or role == "weight" else 0,
+            "grid": chunks(storage, shape[storage.dim], case.mesh).document()
+            if storage.axes
+            else None,
+        }
+        for role, storage in stored.items()
+    }
 
 
 def _alike(case: Case, parameter: PParameter) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from parloom.report.words import memory_words
 
 BAR = 24
 # Rows of a table; `--json` has all.
-OPERATORS, COLLECTIVES, EXPENSIVE, STORED = 6, 8, 8, 8
+OPERATORS, COLLECTIVES, EXPENSIVE, STORED, LARGEST, NAMES = 6, 8, 8, 8, 6, 6
 ACTIONS = MappingProxyType(
     {
         "PROLOGUE": "before the first microbatch",
@@ -40,9 +40,11 @@ RIGHT = ("bytes", "times", "takes", "waited for", "time", "of the step", "own", 
          "weights", "gradients", "optimizer", "parameters")  # fmt: skip
 
 
-def plan_explained_screen(document: Document, mesh: Grid, path: str) -> RenderableType:
-    """What `parloom explain PLAN` prints; `mesh` is the grid of devices."""
-    parts: list[RenderableType] = [*_head(document)]
+def plan_explained_screen(
+    document: Document, mesh: Grid, cost: Sequence[str], path: str
+) -> RenderableType:
+    """What `parloom explain PLAN` prints; `mesh` is the grid of devices, `cost` lines of it."""
+    parts: list[RenderableType] = [*_head(document), *map(Text, cost)]
     parts += [Text(""), Text("mesh", "bold"), *_mesh(document), mesh.table("  ")]
     parts += [Text(""), Text("decided", "bold"), *(Text(f"  {line}") for line in document["words"])]
     parts += [Text(f"  asked for: {line}") for line in document["constraints"]]
@@ -59,8 +61,9 @@ def plan_explained_screen(document: Document, mesh: Grid, path: str) -> Renderab
     if document["collectives"]:
         parts += [Text(""), Text("sent in a step, by each device", "bold")]
         parts.append(_collectives(document["collectives"]))
-    parts += [Text(""), *_peak(document["peak"])]
+    parts += [Text(""), *_peak(document["peak"]), *recomputed_lines(document["recomputed"])]
     parts += [Text(""), Text("most expensive", "bold"), _expensive(document["expensive"])]
+    parts += notes_lines(document["notes"])
     if document["next"]:
         parts += [Text(""), Text(f"next: parloom explain {path} {document['next']}", "bold")]
     return Group(*parts)
@@ -205,7 +208,55 @@ def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
     full = max(1, peak["bytes"])
     held = ((name, size) for name, size in peak["memory"].items() if size)
     rows = ((name, n / full, f"{format_bytes(n)}  {n / full:.1%}") for name, n in held)
-    return [Text(title, "bold"), bars(rows, BAR)]
+    return [Text(title, "bold"), bars(rows, BAR), Text(""), *largest_lines(peak["largest"])]
+
+
+def largest_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """The largest tensors of a device, equal ones of the calls of a block kind together."""
+    table = table_of(("tensor", "component", "how many", "together"))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows[:LARGEST]:
+        size = format_bytes(row["bytes"])
+        table.add_row(f"  {row['name']}", row["component"], str(row["count"]), size)
+    if rows:
+        yield Text("largest tensors that a device keeps", "bold")
+        yield table
+
+
+def notes_lines(notes: Sequence[str]) -> Iterator[RenderableType]:
+    """What is to be known of a plan beside its numbers."""
+    if notes:
+        yield Text("")
+        yield Text("notes", "bold")
+        yield from (Text(f"  {line}") for line in notes)
+
+
+def recomputed_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """What the calls of each block kind make again in their backward passes."""
+    if rows:
+        yield Text("")
+        yield Text("made again in backward passes", "bold")
+    for row in rows:
+        stage = f"stage {row['stage']}, " if "stage" in row else ""
+        yield Text(f"  {stage}{row['calls']}: {remade_words(row)}")
+
+
+def remade_words(row: Mapping[str, Any]) -> str:
+    """What a call makes again: operators that stand for most of it first."""
+    if row["all"]:
+        return f"all {row['of']} operators"
+    parts = []
+    if row["values"]:
+        parts.append(f"{len(row['values'])} of {row['of']} operators: {_some(row['values'])}")
+    if row["moves"]:
+        parts.append(f"movements of {_some(row['moves'])}")
+    return "; ".join(parts) or "nothing"
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = f", {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return f"{', '.join(names[:NAMES])}{rest}"
 
 
 def _expensive(rows: Sequence[Mapping[str, Any]]) -> Table:

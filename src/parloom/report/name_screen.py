@@ -50,6 +50,9 @@ def _operator(document: Document) -> list[RenderableType]:
     parts += [Text(line) for line in splits or [f"  {NOTHING}"]]
     parts += [Text(""), Text("factors", "bold"), _factors(document["factors"])]
     parts += [Text(""), Text("tensors", "bold"), _tensors(document)]
+    for weight in document["weights"]:
+        parts += [Text(""), Text(f"how {weight['name']} is stored", "bold")]
+        parts.append(_stored(weight["stored"]))
     shown = document.get("tensor") or next(iter(document["results"]), None)
     for tensor in [shown] if shown else []:
         parts += [Text(""), *_drawn(tensor, f"which device makes which part of {tensor['name']}")]
@@ -168,14 +171,18 @@ def _parameter(document: Document) -> list[RenderableType]:
         parts.append(Text(f"its gradient is a sum over {over}"))
     parts += [Text(""), *_drawn(document, "which device computes with which part")]
     parts += [Text(""), Text("stored", "bold")]
-    table = table_of(("", "how", "bytes per device"))
-    for role, stored in document["stored"].items():
-        table.add_row(f"  {role}", stored["words"], format_bytes(stored["bytes"]))
-    parts.append(table)
+    parts.append(_stored(document["stored"]))
     cut = next((s for s in document["stored"].values() if s["grid"]), None)
     if cut is not None:
         parts += [Text(""), *_drawn(cut, "which device stores which chunk of its part")]
     return [*parts, Text(""), *_readers(document["readers"])]
+
+
+def _stored(roles: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = table_of(("", "how", "bytes per device"))
+    for role, stored in roles.items():
+        table.add_row(f"  {role}", stored["words"], format_bytes(stored["bytes"]))
+    return table
 
 
 def _readers(rows: Sequence[Mapping[str, Any]]) -> list[RenderableType]:

@@ -1,18 +1,21 @@
 """A pipeline explained: what each stage has, its action lists, and the step over time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parloom.cost.units import format_seconds
+from parloom.cost.units import format_bytes, format_seconds
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.case import PipelineCase
+from parloom.report.costs import cost_lines, plan_cost_document
 from parloom.report.explain import Document
+from parloom.report.explain_screen import largest_lines, notes_lines, recomputed_lines
+from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.name_screen import name_screen
 from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.timeline import timeline_document, timeline_screen
@@ -32,6 +35,9 @@ def pipeline_explained(case: PipelineCase, rewrites: Iterable[Document] = ()) ->
         "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster)),
         "num_microbatches": plan.decisions.num_microbatches,
         "schedule": plan.decisions.schedule,
+        "status": plan.status,
+        "notes": list(plan.notes),
+        "cost": plan_cost_document(plan, case.whole, timeline.step_s),
         "stages": [
             {
                 "items": list(s.items),
@@ -47,6 +53,8 @@ def pipeline_explained(case: PipelineCase, rewrites: Iterable[Document] = ()) ->
             for i, name in enumerate(names)
         ],
         "rewrites": list(rewrites),
+        "largest": _largest(case),
+        "recomputed": list(_recomputed(case)),
         **timeline_document(timeline, names, None, case.source),
     }
 
@@ -59,6 +67,7 @@ def pipeline_screen(case: PipelineCase, document: Document) -> RenderableType:
     title = title_words(case.plan, case.cluster)
     return Group(
         timeline_screen(case.timeline, title, names, case.source),
+        *map(Text, cost_lines(case.plan, case.whole, case.timeline.step_s)),
         Text(""),
         *(Text(line) for line in facts),
         Text(f"{decisions.num_microbatches} microbatches"),
@@ -66,7 +75,33 @@ def pipeline_screen(case: PipelineCase, document: Document) -> RenderableType:
         Text(""),
         Text("longest passes and action lists", style="bold"),
         _passes(case, names),
+        Text(""),
+        Text(
+            f"most memory: {names[_fullest(case)]}, {format_bytes(case.timeline.peak_bytes)};"
+            " activations below are of one microbatch"
+        ),
+        *largest_lines(_largest(case)),
+        *recomputed_lines(list(_recomputed(case))),
+        *notes_lines(case.plan.notes),
     )
+
+
+def _fullest(case: PipelineCase) -> int:
+    """The group of devices that holds most."""
+    processes = case.timeline.processes
+    return max(range(len(processes)), key=lambda index: processes[index].peak_bytes)
+
+
+def _largest(case: PipelineCase) -> list[Document]:
+    """The largest tensors of the devices that hold most."""
+    own, _ = list(group_lists(case.plan.decisions))[_fullest(case)]
+    return largest_tensors(case.stage(index) for index in own)
+
+
+def _recomputed(case: PipelineCase) -> Iterator[Document]:
+    for index in range(len(case.decisions.stages)):
+        for row in recomputed(case.stage(index)):
+            yield {"stage": index} | row
 
 
 def stages_named_screen(document: Document, path: str) -> RenderableType:

@@ -30,7 +30,8 @@ class Shortage:
     `memory` is (component, bytes) at the peak instant, largest first, `at` what runs then, and
     `holdings` the largest tensors of these components. No plan that is searched holds less than
     `least_bytes`, where that is known. `changes` are priced, the cheapest first; `not_enough` are
-    flags with which no plan fits either, `untried` ways that were not priced.
+    flags with which no plan fits either, `untried` ways that were not priced. `assumed` is what
+    nobody asked for.
     """
 
     limit_bytes: int
@@ -43,6 +44,7 @@ class Shortage:
     changes: tuple[Change, ...] = ()
     not_enough: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 def shortage_text(shortage: Shortage) -> str:
@@ -53,7 +55,8 @@ def shortage_text(shortage: Shortage) -> str:
         line += f"; each one that is searched holds {format_bytes(shortage.least_bytes)} or more"
     at = f", while {shortage.at} runs" if shortage.at else ""
     size = bytes_up(total)  # with so much a plan fits
-    lines = [line, f"the smallest found, {shortage.name}, needs {size} at its peak{at}:"]
+    assumed = [f"assumed: {', '.join(shortage.assumed)}"] if shortage.assumed else []
+    lines = [line, *assumed, f"the smallest found, {shortage.name}, needs {size} at its peak{at}:"]
     lines += [f"  {name:14} {_share(size, total)}" for name, size in shortage.memory if size]
     if shortage.holdings:
         lines.append("the largest tensors of it:")
@@ -79,6 +82,7 @@ def shortage_document(shortage: Shortage) -> dict[str, Any]:
     return {
         "limit_bytes": shortage.limit_bytes,
         "least_bytes": shortage.least_bytes,
+        "assumed": list(shortage.assumed),
         "smallest": {
             "name": shortage.name,
             "peak_bytes": shortage.peak_bytes,

@@ -89,7 +89,7 @@ def plan_document(
         "gap": plan.gap,
         "solver_gap": plan.solver_gap,
         "objective": {"name": aim.objective.value, "value": aim.value, "bound": aim.bound},
-        "cost": plan_cost_document(plan, cluster, in_run),
+        "cost": None if step_s is None else plan_cost_document(plan, cluster, step_s, in_run),
         "status": plan.status,
         "peak_bytes": prediction.peak_bytes if prediction else None,
         "peaks": dict(prediction.peaks) if prediction else {},
@@ -154,7 +154,7 @@ def _facts(plan: Plan, cluster: Cluster, in_run: float | None) -> Table:
             )
         for index, line in enumerate(peak_lines(plan, cluster)):
             table.add_row("" if index else "peak", Text(line))
-        for index, line in enumerate(cost_lines(plan, cluster, in_run)):
+        for index, line in enumerate(cost_lines(plan, cluster, step_s, in_run)):
             table.add_row("" if index else "cost", Text(line))
         if plan.aim is not None:
             table.add_row("objective", Text(aim_words(plan.aim)))
@@ -176,6 +176,11 @@ def _components(found: Prediction, limit: int) -> Table:
     return bars(rows, BAR_WIDTH)
 
 
+def is_plan(other: Alternative, chosen: Prediction) -> bool:
+    """Whether what was priced has the step and the peak of the plan that was chosen."""
+    return (other.step_s, other.peak_bytes) == (chosen.step_s, chosen.peak_bytes)
+
+
 def _alternatives(plan: Plan) -> Table:
     """A row per name: of candidates that no word tells apart, the best one, and how many."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -188,8 +193,10 @@ def _alternatives(plan: Plan) -> Table:
         alike.setdefault((other.name, other.fits), []).append(other)
     for (name, fits), others in alike.items():
         best = min(others, key=lambda other: other.step_s)
+        this = plan.prediction is not None and is_plan(best, plan.prediction)
+        many = f", best of {len(others)}" if len(others) > 1 else ""
         table.add_row(
-            f"  {name}{f', best of {len(others)}' if len(others) > 1 else ''}",
+            f"  {name}{many}{', this plan' if this else ''}",
             format_seconds(best.step_s),
             f"{best.step_s / chosen - 1:+.1%}" if chosen else "",
             format_bytes(best.peak_bytes),

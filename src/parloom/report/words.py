@@ -14,6 +14,7 @@ from parloom.action_text import stages_text
 from parloom.cost.kernels import PRODUCTS, SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
@@ -23,6 +24,7 @@ from parloom.ir.plan import (
     Aim,
     Constraint,
     Decisions,
+    ModelSource,
     ParameterDecision,
     Plan,
     Prediction,
@@ -31,6 +33,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.plan_json import numbers_text, ranks_text
 from parloom.ir.regular_parts import devices_of, part_with, regular_parts
+from parloom.ir.samples import num_samples, num_tokens
 from parloom.ir.stages import StageDecisions, cut_plan
 from parloom.report.naming import (
     ATTENTION,
@@ -224,6 +227,23 @@ def _half(dtype: str, rates: Mapping[str, float]) -> str:
     if dtype != "bfloat16" or "float16" not in rates:
         return ""
     return f"; --dtype fp16 computes at {format_rate(rates['float16'], 'FLOP/s')}"
+
+
+def unasked_words(source: ModelSource, graph: Graph, samples: int) -> tuple[str, ...]:
+    """What a model was built with because nothing else was asked for, with the flag that asks."""
+    lines = []
+    if source.dtype is None:
+        dtypes = {e.value.spec.dtype for e in graph.of_kind("parameter")}
+        lines.append(f"parameters in {', '.join(sorted(dtypes))} (--dtype)")
+    if source.is_factory:
+        return tuple(lines)
+    if source.batch is None:
+        lines.append(f"a batch of {samples} (--batch)")
+    factored = factorize(graph)
+    tokens = num_tokens(factored)
+    if source.seq is None and tokens is not None:
+        lines.append(f"samples of {tokens // num_samples(factored)} tokens (--seq)")
+    return tuple(lines)
 
 
 def routing_words(graph: Graph) -> tuple[str, ...]:

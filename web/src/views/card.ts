@@ -1,4 +1,4 @@
-import type { Grid, OperatorCard, ParameterCard, Plan, Tensor, Term } from "../data";
+import type { Grid, OperatorCard, ParameterCard, Plan, Role, Stored, Tensor, Term } from "../data";
 import { details, h, table, type Cell } from "../dom";
 import { bytes, cause, count, percent, picoseconds, seconds, signed } from "../format";
 import type { Selection } from "../select";
@@ -40,6 +40,7 @@ function operatorOf(card: OperatorCard): HTMLElement[] {
     h("h3", {}, "Layouts"),
     ...card.operands.map((tensor) => tensorOf(tensor, `reads ${tensor.name} from ${tensor.from ?? ""}`)),
     ...card.results.map((tensor) => tensorOf(tensor, `makes ${tensor.name}`)),
+    ...card.weights.map((weight) => storedOf(`How ${weight.name} is stored, and how much of it on each device`, weight.stored)),
     costs("What one call costs", card.terms),
   ];
   if (card.runners_up.length) {
@@ -69,11 +70,15 @@ function parameterOf(card: ParameterCard): HTMLElement[] {
     h("p", {}, `${liesAs(card)}${sum}`),
     gridOf(card.grid, card.name),
     h("h3", {}, "Stored"),
-    table("How it is stored, and how much of it on each device", ["", "how", "bytes on each device"], stored.map(([role, own]) => [role, own.words, bytes(own.bytes)])),
+    storedOf("How it is stored, and how much of it on each device", card.stored),
     ...(cut ? [gridOf(cut[1].grid!, `the ${cut[0]} of each part`)] : []),
     table("Read by", ["operator", "as"], card.readers.map((reader) => [reader.name, reader.layout])),
     costs("What its gathers, its gradient and its update cost", card.terms),
   ];
+}
+
+function storedOf(title: string, stored: Record<Role, Stored>): HTMLElement {
+  return table(title, ["", "how", "bytes on each device"], Object.entries(stored).map(([role, own]) => [role, own.words, bytes(own.bytes)]));
 }
 
 function alikeOf(names: string[]): string {

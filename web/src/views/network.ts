@@ -3,10 +3,16 @@ import type { Network, Plan } from "../data";
 import { h, table, type Cell } from "../dom";
 import { bytes, percent, rate, seconds } from "../format";
 
+// The traffic matrix in pixels: a side at most, a cell of few devices, what is left and above of it.
+const SIDE = 560;
+const CELL = 64;
+const LEFT = 96;
+const TOP = 48;
+
 /** Mesh axes on the topology, and the load of each level of links. */
 export function devices(plan: Plan): HTMLElement[] {
   const own = plan.network;
-  const levels: Cell[][] = [...own.levels].reverse().map((level) => [
+  const levels: Cell[][] = own.levels.filter((level) => level.size > 1).reverse().map((level) => [
     level.name,
     `${level.size}, ${level.fabric.replace("_", " ")}${level.oversubscription > 1 ? `, oversubscribed ${level.oversubscription}:1` : ""}`,
     rate(level.bytes_per_s),
@@ -14,7 +20,7 @@ export function devices(plan: Plan): HTMLElement[] {
     { value: percent(level.share), share: level.share },
   ]);
   const axes: Cell[][] = own.groups.flatMap((group) =>
-    group.axes.map((axis) => [
+    group.axes.filter((axis) => axis.size > 1).map((axis) => [
       `${group.name}: axis ${axis.axis}`,
       String(axis.size),
       axis.levels.join(", ") || "none",
@@ -65,20 +71,22 @@ export function traffic(plan: Plan): HTMLElement[] {
   const largest = pairs.filter((pair) => pair.sent > 0).sort((a, b) => b.sent - a.sent).slice(0, 40);
   const data = table("Largest flows between devices in a step", ["from", "to", "bytes"], largest.map((pair) => [names[pair.source]!, names[pair.target]!, bytes(pair.sent)]));
   const most = Math.max(1, ...pairs.map((pair) => pair.sent));
-  const make = () => {
-    const { text, surface } = ink();
+  const make = (width: number) => {
+    const { text, faint, surface } = ink();
     const strong = isDark() ? "#e67828" : "#be4600";
-    const axis = { type: "category", data: names, axisLabel: { color: text, hideOverlap: true }, splitArea: { show: false } };
+    const side = Math.min(SIDE, width - LEFT - 24, CELL * matrix.length);
+    const frame = { lineStyle: { color: faint } };
+    const axis = { type: "category", data: names, axisLabel: { color: text, hideOverlap: true }, axisLine: frame, axisTick: { show: false }, splitLine: { show: matrix.length <= 16, ...frame }, nameLocation: "middle", nameTextStyle: { color: text } };
     return {
-      grid: { left: 90, right: 24, top: 40, bottom: 70 },
-      xAxis: { ...axis, name: "to", position: "top", nameTextStyle: { color: text } },
-      yAxis: { ...axis, name: "from", inverse: true, nameTextStyle: { color: text } },
-      visualMap: { min: 0, max: most, calculable: true, orient: "horizontal", left: "center", bottom: 4, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (value: number) => bytes(value) },
+      grid: { left: LEFT, width: side, top: TOP, height: side },
+      xAxis: { ...axis, name: "to device", nameGap: 28, position: "top" },
+      yAxis: { ...axis, name: "from device", nameGap: LEFT - 28, inverse: true },
+      visualMap: { min: 0, max: most, calculable: true, orient: "horizontal", left: LEFT, top: TOP + side + 12, inRange: { color: [surface, strong] }, textStyle: { color: text }, formatter: (value: number) => bytes(value) },
       tooltip: { formatter: (params: { value: [number, number, number] }) => `${names[params.value[1]]} to ${names[params.value[0]]}\n${bytes(params.value[2])} a step` },
-      series: [{ type: "heatmap", progressive: 0, data: pairs.map((pair) => [pair.target, pair.source, pair.sent]) }],
+      series: [{ type: "heatmap", progressive: 0, data: pairs.filter((pair) => pair.sent > 0).map((pair) => [pair.target, pair.source, pair.sent]) }],
     };
   };
-  const chart = new Chart("Traffic between devices", Math.min(620, 180 + 28 * matrix.length), make, data);
+  const chart = new Chart("Traffic between devices", TOP + Math.min(SIDE, CELL * matrix.length) + 52, make, data);
   const sums = new Map<string, number[]>();
   for (const sent of own.collectives) {
     const key = [sent.transfer, sent.axes, sent.level].join("|");

@@ -1,11 +1,13 @@
 import type { Plan } from "../data";
-import { h, list, table } from "../dom";
-import { bytes, cause, count, dollars, percent, picoseconds, seconds } from "../format";
+import { details, h, list, table } from "../dom";
+import { bytes, cause, count, dollars, percent, picoseconds, plain, seconds } from "../format";
 
 const SOURCES: Record<string, string> = {
   spec: "from data sheets, not calibrated",
   calibrated: "from rates that were measured",
 };
+
+const LONG = 300; // letters of a command with a whole cluster inside
 
 /** What was decided, in words, with the step, its band, money and memory. */
 export function summary(plan: Plan): HTMLElement[] {
@@ -13,7 +15,7 @@ export function summary(plan: Plan): HTMLElement[] {
   const facts: [string, string, string][] = [
     ["step time", seconds(own.step_s), `likely ${seconds(own.band_s[0])} to ${seconds(own.band_s[1])}, ${SOURCES[own.source] ?? own.source}`],
     ["peak memory", bytes(own.peak_bytes), `of ${bytes(own.limit_bytes)} on each device (${percent(own.peak_bytes / own.limit_bytes)})`],
-    ["devices", String(own.num_devices), `${own.devices}; ${own.cluster}`],
+    ["devices", own.num_devices.toLocaleString("en-US"), `${own.devices}; ${own.cluster}`],
   ];
   if (own.bound_s !== null) {
     facts.push(["no plan is below", seconds(own.bound_s), own.gap === null ? "" : `the plan is ${percent(own.gap)} above this bound`]);
@@ -24,8 +26,9 @@ export function summary(plan: Plan): HTMLElement[] {
   if (own.price_per_step !== null && own.price_per_hour !== null) {
     facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for the cluster`]);
   }
+  if (own.status !== "complete") facts.push(["search", own.status, "the best plan that was found until then"]);
   if (own.samples !== null) {
-    facts.push(["samples a second", count(own.samples / own.step_s), `${own.samples} samples a step, ${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""}${own.schedule ? `, schedule ${own.schedule}` : ""}`]);
+    facts.push(["samples a second", plain(own.samples / own.step_s), `${own.samples} samples a step, ${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""}${own.schedule ? `, schedule ${own.schedule}` : ""}`]);
   }
   const cards = facts.map(([name, value, more]) =>
     h("div", { class: "fact" }, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", {}, more))),
@@ -44,8 +47,14 @@ export function summary(plan: Plan): HTMLElement[] {
       ]),
     ),
   );
+  if (own.cost.length) parts.push(h("h3", {}, "Cost"), list(own.cost));
   if (plan.constraints.length) parts.push(h("h3", {}, "Asked for, and its price"), list(plan.constraints));
   if (plan.notes.length) parts.push(h("h3", {}, "Notes"), list(plan.notes));
-  parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), h("p", {}, "Made by ", h("code", {}, plan.command)));
+  parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), madeBy(plan.command));
   return parts;
+}
+
+function madeBy(command: string): HTMLElement {
+  const code = h("code", {}, command);
+  return command.length > LONG ? details("The command that made it, with its cluster", code) : h("p", {}, "Made by ", code);
 }

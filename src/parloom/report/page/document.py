@@ -1,5 +1,6 @@
 """All that a report shows, as one JSON document: what its page is drawn from."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
-from parloom.report.case import Case, Step
+from parloom.report.case import Case, PipelineCase, Step
+from parloom.report.costs import cost_lines
 from parloom.report.explain import bound_words
 from parloom.report.page.cards import cards, parameter_cards
 from parloom.report.page.graph import graph_view
@@ -17,6 +19,7 @@ from parloom.report.page.network import network_view
 from parloom.report.page.sides import Side
 from parloom.report.page.steps import memory_view, steps_view
 from parloom.report.rewrites import rewrites_explained
+from parloom.report.terminal import is_plan
 from parloom.report.versus import headline, versus
 from parloom.report.words import constraint_lines, device_words, memory_limit, title_words, words
 
@@ -60,7 +63,13 @@ def _plan(side: Side, say: Say) -> Document:
         "steps": steps_view(side),
         "memory": memory_view(side),
         "alternatives": [
-            {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
+            {
+                "name": a.name,
+                "step_s": a.step_s,
+                "peak_bytes": a.peak_bytes,
+                "fits": a.fits,
+                "is_plan": plan.prediction is not None and is_plan(a, plan.prediction),
+            }
             for a in plan.alternatives
         ],
         "front": _front(side),
@@ -74,7 +83,7 @@ def _summary(side: Side, graph: Graph) -> Document:
     plan, step = side.plan, side.step
     step_s = step.timeline.step_s
     low, high = step.source.band(step_s)
-    whole = side.whole
+    whole = step.whole
     model, used = parse_graph(plan.graph), used_devices(whole, plan.decisions)
     return {
         "step_s": step_s,
@@ -93,6 +102,8 @@ def _summary(side: Side, graph: Graph) -> Document:
         "schedule": plan.decisions.schedule if len(plan.decisions.stages) > 1 else "",
         "price_per_hour": usd_per_hour(whole, plan.decisions),
         "price_per_step": usd_per_step(whole, plan.decisions, step_s),
+        "cost": cost_lines(plan, whole, step_s),
+        "status": plan.status,
         "model_flops": model_flops(model),
         "mfu": utilization(model, used, step_s),
         "samples": _samples(graph),
@@ -115,16 +126,20 @@ def _front(side: Side) -> Document | None:
 
 def _stages(side: Side) -> list[Document]:
     decisions = side.plan.decisions
-    if len(decisions.stages) == 1:
+    if not isinstance(side.step, PipelineCase):
         return []
+    reads = defaultdict[int, set[int]](set)
+    for transfer in side.step.stages.transfers:
+        reads[transfer.target].add(transfer.source)
     return [
         {
             "items": list(stage.items),
             "devices": ranks_text(stage.devices),
             "microbatches": list(stage.microbatches),
             "at_once": stage.at_once,
+            "reads": sorted(reads[index]),
         }
-        for stage in decisions.stages
+        for index, stage in enumerate(decisions.stages)
     ]
 
 

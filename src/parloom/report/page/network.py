@@ -1,5 +1,6 @@
 """Devices, links and traffic: which mesh axis crosses which level, and who sends to whom."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from parloom.cost.ledger import HOST, Ledger, Program, Sent, pipeline_ledger
 from parloom.cost.stages import transfer_bytes
 from parloom.ir.lower_stages import group_lists
-from parloom.ir.mesh import Mesh
+from parloom.ir.mesh import Level, Mesh
 from parloom.report.case import PipelineCase, Step
 from parloom.report.explain import PS
 from parloom.report.page.sides import Side
@@ -39,7 +40,7 @@ def network_view(side: Side) -> Document:
     found = list(groups(side.step))
     return {
         "devices": device_words(side.step.cluster),
-        "levels": [_level(side.step, index) for index in range(len(side.step.cluster.levels))],
+        "levels": _levels(side.step, found),
         "groups": [_group(side.step, group) for group in found],
         "collectives": [
             {"group": group.name, **_sent(sent)}
@@ -66,18 +67,36 @@ def groups(step: Step) -> Iterator[Group]:
         yield Group(names[index], devices, meshes, pipeline_ledger(alone, [(1, programs)]))
 
 
-def _level(step: Step, index: int) -> Document:
-    level, ledger = step.cluster.levels[index], step.ledger
-    busy = ledger.busy.get(level.name, 0)
-    return {
-        "name": level.name,
-        "size": level.size,
-        "fabric": level.fabric,
-        "bytes_per_s": level.link.bandwidth_bytes_per_s,
-        "oversubscription": level.oversubscription,
-        "busy_s": busy / PS,
-        "share": busy / max(1, ledger.step_ps),
-    }
+def _levels(step: Step, found: Sequence[Group]) -> list[Document]:
+    """Levels with what keeps the links of a device busy, on average: collectives and messages."""
+    busy = Counter(step.ledger.busy)
+    total = sum(len(group.devices) for group in found)
+    for message in step.timeline.messages:
+        sender, receiver = found[message.sender].devices, found[message.receiver].devices
+        crossed = _crossed(step.cluster.levels, int(sender[0]), int(receiver[0]))
+        busy[crossed] += (message.end_ps - message.start_ps) * len(sender) // total
+    return [
+        {
+            "name": level.name,
+            "size": level.size,
+            "fabric": level.fabric,
+            "bytes_per_s": level.link.bandwidth_bytes_per_s,
+            "oversubscription": level.oversubscription,
+            "busy_s": busy[level.name] / PS,
+            "share": busy[level.name] / max(1, step.ledger.step_ps),
+        }
+        for level in step.cluster.levels
+    ]
+
+
+def _crossed(levels: Sequence[Level], sender: int, receiver: int) -> str:
+    """The innermost level that joins two devices, by name."""
+    size = 1
+    for level in levels:
+        size *= level.size
+        if sender // size == receiver // size:
+            return level.name
+    return ""
 
 
 def _group(step: Step, group: Group) -> Document:

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parloom.cost.clusters import resolve_cluster
 from parloom.cost.timeline import Timeline
 from parloom.ir.graph import Graph
-from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, PipelineCase
@@ -36,11 +34,6 @@ class Side:
     @property
     def plan(self) -> Plan:
         return self.step.plan
-
-    @property
-    def whole(self) -> Cluster:
-        """The cluster that it was planned for, of which it may use a part."""
-        return resolve_cluster(self.plan.cluster).cluster
 
     def cases(self) -> Sequence[Case]:
         """Each of its stages."""

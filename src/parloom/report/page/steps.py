@@ -1,10 +1,10 @@
 """A step over time: what each stream of a device does when, and the memory that it holds."""
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from parloom.cost.holdings import holdings
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.timeline import (
     MAX_INSTRUCTIONS,
@@ -18,6 +18,7 @@ from parloom.cost.timeline import (
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.regular_parts import memory_of
 from parloom.report.explain import PS
+from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.page.sides import Side
 from parloom.report.trace import ACTIONS
 from parloom.report.words import memory_limit, process_names
@@ -26,8 +27,10 @@ Document = dict[str, Any]
 # Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
 MORE = " and its neighbors"
-# Points of a line of memory, and tensors that are listed.
-POINTS, LARGEST = 240, 12
+PASS = re.compile(r"[0-9]*([FBW])(?![A-Z])")
+PASSES = {"F": "forward pass", "B": "backward pass", "W": "gradients of weights"}
+# Points of a line of memory.
+POINTS = 240
 # Processes whose memory is drawn; of more, those that hold most.
 MOST_PROCESSES = 32
 
@@ -108,9 +111,16 @@ def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
 
 def _actions(process: Process, words: Words) -> Document:
     spans = [
-        [span.start_ps, span.played.ps, words(span.name), words("action")] for span in process.spans
+        [span.start_ps, span.played.ps, words(span.name), words(_pass(span.name))]
+        for span in process.spans
     ]
     return {"name": ACTIONS, "slices": spans}
+
+
+def _pass(action: str) -> str:
+    """What kind of action it is, in words."""
+    found = PASS.match(action)
+    return PASSES[found[1]] if found else action.lower()
 
 
 def _fewer(parts: Sequence[Slice], most: int) -> Sequence[Slice]:
@@ -147,23 +157,13 @@ def memory_view(side: Side) -> Document:
     found = []
     for index in sorted(order):
         memory = timeline.processes[index].memory
-        held = [h for i in lists[index] for h in holdings(cases[i].pcg, cases[i].priced)]
-        held.sort(key=lambda h: -h.num_bytes)
         found.append(
             {
                 "name": names[index],
                 "peak_bytes": memory.peak,
                 "at_peak": dict(zip(COMPONENTS, memory.at_peak, strict=True)),
                 "lines": sampled(timeline, index, POINTS),
-                "largest": [
-                    {
-                        "component": h.component,
-                        "name": h.name,
-                        "count": h.count,
-                        "bytes": h.num_bytes,
-                    }
-                    for h in held[:LARGEST]
-                ],
+                "largest": largest_tensors([cases[i] for i in lists[index]]),
             }
         )
     peak = side.step.ledger.peak
@@ -174,5 +174,8 @@ def memory_view(side: Side) -> Document:
         "during": {"action": peak.action, "module": peak.prefix, "operator": peak.name},
         "step_s": timeline.step_ps / PS,
         "processes": found,
+        "recomputed": [
+            {"stage": i} | own for i, case in enumerate(cases) for own in recomputed(case)
+        ],
         "left_out": len(peaks) - len(order),
     }

@@ -1,0 +1,66 @@
+"""Which tensors fill memory at its peak, and which values calls make again in place of keeping."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from parloom.cost.holdings import holdings
+from parloom.ir.plan_json import numbers_text
+from parloom.report.case import Case
+
+Document = dict[str, Any]
+LARGEST = 12
+
+
+def largest_tensors(cases: Iterable[Case]) -> list[Document]:
+    """What a device that runs these stages stores, and keeps for backward passes of a microbatch:
+    the largest first, tensors of one name together.
+    """
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for case in cases:
+        for held in holdings(case.pcg, case.priced):
+            counts[held.component, held.name] += held.count
+            sizes[held.component, held.name] += held.num_bytes
+    return [
+        {"component": component, "name": name, "count": counts[component, name], "bytes": size}
+        for (component, name), size in sizes.most_common(LARGEST)
+    ]
+
+
+def recomputed(case: Case) -> Iterator[Document]:
+    """Calls of each block kind that make the same again in their backward passes: `all`, or single
+    `values` by their keys in the block, and redistributions (`moves`) of others.
+    """
+    decided = {own.prefix: own for own in case.decisions.activations}
+    found: dict[tuple[str, bool, tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for prefix, call in case.calls.items():
+        own, kind = decided.get(prefix), case.pcg.by_name[call.function].kind
+        values, moves = (own.values, own.moves) if own else ((), ())
+        found.setdefault((kind, call.policy == "recompute", values, moves), []).append(prefix)
+    makes_again = {kind for kind, whole, values, moves in found if whole or values or moves}
+    for (kind, whole, values, moves), prefixes in found.items():
+        if kind in makes_again:
+            yield {
+                "place": kind,
+                "calls": calls_text(prefixes),
+                "count": len(prefixes),
+                "all": whole,
+                "values": list(values),
+                "moves": list(moves),
+                "of": len(case.pcg.graph.by_name[kind].body),
+            }
+
+
+def calls_text(prefixes: Sequence[str]) -> str:
+    """Module paths, those that differ in their last number as one: `model.layers.0,4-76`."""
+    numbers: dict[str, list[int]] = {}
+    for prefix in prefixes:
+        stem, _, last = prefix.rpartition(".")
+        if last.isdecimal() and str(int(last)) == last:
+            numbers.setdefault(stem, []).append(int(last))
+        else:
+            numbers[prefix] = []
+    dots = {stem: f"{stem}." if stem else "" for stem in numbers}
+    return ", ".join(
+        f"{dots[stem]}{numbers_text(sorted(own))}" if own else stem for stem, own in numbers.items()
+    )
