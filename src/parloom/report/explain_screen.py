@@ -1,6 +1,6 @@
 """An explained plan on the terminal: tables with bars, from the document that `--json` prints."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 

@@ -80,8 +80,27 @@ class Cheaper:
             verify_pcg(pcg)
         return Played(agreed, stages, self._play(stages))
 
+    def possible(self, decisions: Decisions) -> Played | None:
+        """See `played`; None where it raises."""
+        try:
+            return self.played(decisions)
+        except IMPOSSIBLE:
+            return None
+
+    def cost(self, plan: Played) -> tuple[bool, int]:
+        """What is better fits and has the shorter step."""
+        return not self.fits(plan.timeline), plan.timeline.step_ps
+
     def improved(self, plan: Played, keys: Collection[str]) -> Played:
-        """The plan with better ways of these operators, one after the other."""
+        """The plan with better ways of these operators, one after the other, until none is found:
+        one may make that of a neighbor better.
+        """
+        before = None
+        while plan is not before:
+            before, plan = plan, self._once(plan, keys)
+        return plan
+
+    def _once(self, plan: Played, keys: Collection[str]) -> Played:
         left = set(keys)
         for index, graph in enumerate(self.cut.graphs):
             for at, flat in enumerate(graph.flat()):
@@ -108,18 +127,8 @@ class Cheaper:
         """
         pcg = plan.stages.pcgs[index]
         ways = cheaper_ways(self.factored_of(pcg.graph), pcg, self.walkers[index], flat)
-        plans = (self._possible(_decided(plan.decisions, keys, way)) for way in ways)
-        return min((plan, *islice(filter(None, plans), PLAYED)), key=self._cost)
-
-    def _possible(self, decisions: Decisions) -> Played | None:
-        """A plan that can be run."""
-        try:
-            return self.played(decisions)
-        except IMPOSSIBLE:
-            return None
-
-    def _cost(self, plan: Played) -> tuple[bool, int]:
-        return not self.fits(plan.timeline), plan.timeline.step_ps
+        plans = (self.possible(_decided(plan.decisions, keys, way)) for way in ways)
+        return min((plan, *islice(filter(None, plans), PLAYED)), key=self.cost)
 
 
 def _decided(decisions: Decisions, keys: Collection[str], way: Factors) -> Decisions:

@@ -85,10 +85,10 @@ class Undoing:
             return Undone((), (), str(error))
         there, every = set(self._whole.places.values()), set(form.places.values())
         new, gone = _at(form, every - there), _at(self._whole, there - every)
-        like = _likes(new, gone, self._forms.place_of(take.function, take.top))
+        top = self._forms.place_of(take.function, take.top)
         before, after = tuple(new.values()), tuple(gone.values())
         try:
-            found = _Begun(self, form, like)
+            found = _Begun(self, form, _likes(new, gone, top), top)
             return Undone(before, after, found.best(), tuple(found.changed()))
         except (InputError, *IMPOSSIBLE) as error:
             return Undone(before, after, str(error))
@@ -102,9 +102,13 @@ class Undoing:
 
 
 class _Begun:
-    """A plan without one take, in whose `form` operators are back, each `like` one of the plan."""
+    """A plan without one take, in whose `form` operators are back, each `like` one of the plan, of
+    which the last is at `top`.
+    """
 
-    def __init__(self, undoing: Undoing, form: Form, like: Mapping[Place, Place]) -> None:
+    def __init__(
+        self, undoing: Undoing, form: Form, like: Mapping[Place, Place], top: Place
+    ) -> None:
         self.undoing, self.form = undoing, form
         self.blocks = [t for t in undoing.decisions.rewrites if BLOCK.fullmatch(t)]
         self.graph = self._with_blocks()
@@ -112,11 +116,15 @@ class _Begun:
         self.new = {key for (place, _), key in places.items() if place in like}
         # By operator: the one of the plan that it is, or that it is like.
         self.own = {key: old[at] for at, key in places.items() if at in old}
-        self.like = {
-            key: old[like[place], prefix]
-            for (place, prefix), key in places.items()
-            if place in like and (like[place], prefix) in old
-        }
+        back = [(place, prefix, key) for (place, prefix), key in places.items() if place in like]
+        self.like, self.top = (
+            {
+                key: old[at[place], prefix]
+                for place, prefix, key in back
+                if (at[place], prefix) in old
+            }
+            for at in (like, dict.fromkeys(like, top))
+        )
         self.items = self._placed()
 
     def _with_blocks(self) -> Graph:
@@ -167,8 +175,8 @@ class _Begun:
                     yield f"{flat.key} is in stage {index}"
 
     def best(self) -> Played:
-        """The plan, whose new operators are split as what a rewrite made is, or over none where
-        that cannot be, and then as it is best.
+        """The plan, whose new operators are split as those that they are like or as the last of
+        the rewrite, whatever is better, not at all where neither can be, and then in better ways.
 
         Raises `InputError` and what is `IMPOSSIBLE`.
         """
@@ -193,15 +201,17 @@ class _Begun:
             {flat.key: own.rule(flat.function, flat.node) for flat in own.graph.flat()}
             for own in map(cheaper.factored_of, cheaper.cut.graphs)
         ]
-        begun = self._played(cheaper, base, rules)
+        begun = self._begun(cheaper, base, rules)
         verify_decisions(self.graph, begun.decisions, factored)
         return cheaper.improved(begun, self.new)
 
-    def _played(self, cheaper: Cheaper, base: Decisions, rules: Sequence[Rules]) -> Played:
-        try:
-            return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, self.like))))
-        except IMPOSSIBLE:
-            return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, {}))))
+    def _begun(self, cheaper: Cheaper, base: Decisions, rules: Sequence[Rules]) -> Played:
+        """What the new operators begin with; raises what is `IMPOSSIBLE`."""
+        starts = dict.fromkeys(tuple(self._nodes(rules, like)) for like in (self.like, self.top))
+        found = [cheaper.possible(replace(base, nodes=nodes)) for nodes in starts]
+        if any(found):
+            return min(filter(None, found), key=cheaper.cost)
+        return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, {}))))
 
     def _nodes(self, rules: Sequence[Rules], like: Mapping[str, str]) -> Iterator[NodeDecision]:
         """What the plan has, restated; new operators are split as those that they are like, as far
@@ -211,8 +221,11 @@ class _Begun:
         for key, indices in self._deciding(rules):
             found = known.get(self.own.get(key, like.get(key, "")))
             if found is not None:
-                stated = [self._stated(found, key, index, rules[index]) for index in indices]
-                yield NodeDecision(key, _by_all(stated))
+                factors = _by_all(
+                    [self._stated(found, key, index, rules[index]) for index in indices]
+                )
+                if factors:
+                    yield NodeDecision(key, factors)
 
     def _deciding(self, rules: Sequence[Rules]) -> Iterator[tuple[str, Sequence[int]]]:
         """Each operator with the stages that it is decided for: those that have it as an item, or
