@@ -215,6 +215,7 @@ export interface Summary {
   cluster: string;
   method: string;
   num_microbatches: number;
+  num_stages: number;
   schedule: string;
   price_per_hour: number | null;
   price_per_step: number | null;
@@ -222,7 +223,11 @@ export interface Summary {
   status: string;
   model_flops: number;
   mfu: number | null;
-  samples: number | null;
+  work: { unit: string; in_step: number };
+  samples: number;
+  at_once: number;
+  parameters: number;
+  parloom: string;
 }
 
 /** The best plan on some devices of a cluster. */
@@ -270,7 +275,7 @@ export interface Plan {
   notes: string[];
   command: string;
   causes: (Cause & { ps: number })[];
-  graph: { whole_s: number; functions: GraphFunction[] };
+  graph: { functions: GraphFunction[] };
   cards: Record<string, Card>;
   network: Network;
   steps: Steps;

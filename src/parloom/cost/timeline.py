@@ -269,12 +269,20 @@ def memory_line(span: Span) -> Iterator[tuple[int, int, int]]:
 
 
 def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
-    """Per component, the most that is held in each of `columns` equal parts of the step."""
+    """Per component, what is held in each of `columns` equal parts of the step when all of them
+    together hold most, so that the lines of the components add up.
+    """
     device = timeline.processes[process]
     held = list(device.base)
-    lines = [[size] + [0] * (columns - 1) for size in held]
+    found = [tuple(held)] + [(0,) * len(held)] * (columns - 1)
+    most = [sum(held)] + [-1] * (columns - 1)
     length = max(1, timeline.step_ps)
     filled = 0
+
+    def note(column: int) -> None:
+        together = sum(held)
+        if together > most[column]:
+            most[column], found[column] = together, tuple(held)
 
     def at(when: int) -> int:
         """The column of a time, after everything before it has been filled in."""
@@ -282,8 +290,7 @@ def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
         column = min(columns - 1, when * columns // length)
         while filled < column:
             filled += 1
-            for line, size in zip(lines, held, strict=True):
-                line[filled] = max(line[filled], size)
+            note(filled)
         return column
 
     detailed = sum(span.played.num_instructions for span in device.spans) <= MAX_INSTRUCTIONS
@@ -292,17 +299,17 @@ def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
         for when, component, size in memory_line(span) if known else _outline(span):
             column = at(when)
             held[component] += size
-            lines[component][column] = max(lines[component][column], held[component])
+            note(column)
     at(length)
-    return lines
+    return [list(line) for line in zip(*found, strict=True)]
 
 
 def _outline(span: Span) -> Iterator[tuple[int, int, int]]:
     """The memory of an action of which only its peak and what stays are to be shown."""
     memory, end = span.played.memory, span.start_ps + span.played.ps
-    for component, (peak, net) in enumerate(zip(memory.peaks, memory.net, strict=True)):
-        if peak or net:
-            yield span.start_ps, component, peak
-    for component, (peak, net) in enumerate(zip(memory.peaks, memory.net, strict=True)):
-        if peak or net:
-            yield end, component, net - peak
+    for component, (size, net) in enumerate(zip(memory.at_peak, memory.net, strict=True)):
+        if size or net:
+            yield span.start_ps, component, size
+    for component, (size, net) in enumerate(zip(memory.at_peak, memory.net, strict=True)):
+        if size or net:
+            yield end, component, net - size

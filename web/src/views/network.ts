@@ -93,7 +93,7 @@ export function traffic(plan: Plan): HTMLElement[] {
     const found = sums.get(key) ?? [0, 0, 0, 0];
     sums.set(key, [found[0]! + sent.count, found[1]! + sent.bytes, found[2]! + sent.s, found[3]! + sent.waited_s]);
   }
-  const rows: Cell[][] = [...sums].sort((a, b) => b[1][1]! - a[1][1]!).map(([key, found]) => {
+  const rows: Cell[][] = [...sums].sort((a, b) => b[1][3]! - a[1][3]! || b[1][2]! - a[1][2]!).map(([key, found]) => {
     const [transfer, axes, level] = key.split("|") as [string, string, string];
     return [transfer, axes.replaceAll("+", ", "), level, String(found[0]), bytes(found[1]!), seconds(found[2]!), seconds(found[3]!)];
   });
@@ -101,6 +101,6 @@ export function traffic(plan: Plan): HTMLElement[] {
   return [
     h("p", {}, `${each}A collective is drawn as a ring along its axes, an all_to_all as equal parts to all others.`),
     chart.element,
-    table("Collectives of a step, of one device of each group", ["collective", "over axes", "level", "how many", "bytes sent", "time", "waited for"], rows),
+    table("Collectives of a step, of one device of each group", ["collective", "over axes", "slowest level", "how many", "bytes sent", "time", "waited for"], rows),
   ];
 }

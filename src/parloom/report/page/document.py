@@ -2,24 +2,25 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from math import prod
 from typing import Any
 
 from parloom.cost.money import usd_per_hour, usd_per_step
 from parloom.cost.utilization import model_flops, utilization
-from parloom.ir.graph import Graph
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case, PipelineCase, Step
-from parloom.report.costs import cost_lines
+from parloom.report.costs import cost_lines, plan_samples, plan_work
 from parloom.report.explain import bound_words
+from parloom.report.naming import SAMPLES
 from parloom.report.page.cards import cards, parameter_cards
-from parloom.report.page.graph import graph_view
+from parloom.report.page.graph import graph_view, operator_times
 from parloom.report.page.network import network_view
 from parloom.report.page.sides import Side
 from parloom.report.page.steps import memory_view, steps_view
 from parloom.report.rewrites import rewrites_explained
-from parloom.report.terminal import is_plan
 from parloom.report.versus import headline, versus
 from parloom.report.words import constraint_lines, device_words, memory_limit, title_words, words
 
@@ -46,7 +47,7 @@ def _plan(side: Side, say: Say) -> Document:
         "path": side.path,
         "title": title_words(plan, step.cluster),
         "model": plan.source.spec,
-        "summary": _summary(side, graph),
+        "summary": _summary(side),
         "words": list(words(parse_graph(plan.graph), plan.decisions, step.cluster)),
         "bound_by": bound_words(step) if isinstance(step, Case) else "",
         "constraints": list(constraint_lines(plan)),
@@ -57,7 +58,7 @@ def _plan(side: Side, say: Say) -> Document:
             {"what": c.what, "transfer": c.transfer, "level": c.level, "ps": ps}
             for c, ps in sorted(step.ledger.by_cause().items(), key=lambda own: (-own[1], own[0]))
         ],
-        "graph": graph_view(graph, cases),
+        "graph": graph_view(graph, cases, plan.decisions.num_ranks),
         "cards": cards(side, say) | parameter_cards(side),
         "network": network_view(side),
         "steps": steps_view(side),
@@ -68,7 +69,7 @@ def _plan(side: Side, say: Say) -> Document:
                 "step_s": a.step_s,
                 "peak_bytes": a.peak_bytes,
                 "fits": a.fits,
-                "is_plan": plan.prediction is not None and is_plan(a, plan.prediction),
+                "is_plan": plan.is_of(a),
             }
             for a in plan.alternatives
         ],
@@ -79,12 +80,13 @@ def _plan(side: Side, say: Say) -> Document:
     }
 
 
-def _summary(side: Side, graph: Graph) -> Document:
+def _summary(side: Side) -> Document:
     plan, step = side.plan, side.step
     step_s = step.timeline.step_s
     low, high = step.source.band(step_s)
     whole = step.whole
     model, used = parse_graph(plan.graph), used_devices(whole, plan.decisions)
+    work, samples = plan_work(plan), plan_samples(plan)
     return {
         "step_s": step_s,
         "band_s": [low, high],
@@ -99,6 +101,7 @@ def _summary(side: Side, graph: Graph) -> Document:
         "cluster": step.cluster.name,
         "method": plan.method,
         "num_microbatches": plan.decisions.num_microbatches,
+        "num_stages": len(plan.decisions.stages),
         "schedule": plan.decisions.schedule if len(plan.decisions.stages) > 1 else "",
         "price_per_hour": usd_per_hour(whole, plan.decisions),
         "price_per_step": usd_per_step(whole, plan.decisions, step_s),
@@ -106,14 +109,21 @@ def _summary(side: Side, graph: Graph) -> Document:
         "status": plan.status,
         "model_flops": model_flops(model),
         "mfu": utilization(model, used, step_s),
-        "samples": _samples(graph),
+        "work": {"unit": work.unit, "in_step": work.in_step},
+        "samples": samples,
+        "at_once": _at_once(side.cases()[0], samples),
+        "parameters": sum(e.value.spec.num_elements for e in model.of_kind("parameter")),
+        "parloom": version("parloom"),
     }
 
 
-def _samples(graph: Graph) -> int | None:
-    """Samples of a batch: the first dim of its first tensor."""
-    shapes = [entry.value.spec.shape for entry in graph.of_kind("batch")]
-    return next((shape[0] for shape in shapes if shape), None)
+def _at_once(case: Case, samples: int) -> int:
+    """Samples that a device works on at a time, in the operator that takes longest."""
+    times = operator_times([case])
+    longest = max(times, key=lambda place: sum(times[place]), default=("", ""))
+    axes = case.splits.get(longest, {})
+    split = prod(case.mesh[a].size for a, ways in axes.items() if SAMPLES in ways)
+    return max(1, samples // (case.decisions.num_microbatches * split))
 
 
 def _front(side: Side) -> Document | None:

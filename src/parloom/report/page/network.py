@@ -45,7 +45,7 @@ def network_view(side: Side) -> Document:
         "collectives": [
             {"group": group.name, **_sent(sent)}
             for group in found
-            for sent in sorted(group.ledger.sent, key=lambda sent: (-sent.num_bytes, sent.group))
+            for sent in sorted(group.ledger.sent, key=lambda s: (-s.waited_ps, -s.ps, s.group))
         ],
         "traffic": _traffic(side.step, found),
     }
