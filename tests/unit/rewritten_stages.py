@@ -3,17 +3,27 @@ several, replicas and blocks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
+from parloom.cost.clusters import load_cluster
+from parloom.cost.measured import Source
+from parloom.cost.stages import StagePlayer, simulate_stages
 from parloom.ir.factors import factorize
 from parloom.ir.graph import FlatNode, Graph
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import Action, Decisions, NodeDecision, Stage
+from parloom.ir.plan import Action, Decisions, ModelSource, NodeDecision, Plan, Stage
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import stage_items
-from parloom.ir.text import parse_graph
+from parloom.ir.text import parse_graph, print_graph
+from parloom.report.case import PipelineCase
 from parloom.rewrite.horizontal import fusions
+from parloom.rewrite.rewrites import rewritten
+from tests.unit.explained import ADAM
 from tests.unit.graphs import graph, node
+
+CLUSTER = load_cluster("1x8xV100")
 
 
 def towers(batch: int = 4096) -> Graph:
@@ -244,3 +254,18 @@ def viewed(batch: int = 1024) -> Graph:
         node("linear", "d", "last", to="e", shape=wide, path="last"),
         node("sum", "e", to="loss", shape=()),
     )
+
+
+def planned(made: Graph, of: Callable[[Graph], Decisions], *texts: str) -> Decisions:
+    """The plan of a graph with these rewrites."""
+    return replace(of(rewritten(made, texts)), rewrites=texts)
+
+
+def pipeline_case(made: Graph, plan: Decisions) -> PipelineCase:
+    """A pipeline as `parloom.explain` makes a case of it, without files and torch."""
+    source = ModelSource("model.py:build", None, None, None)
+    saved = Plan(source, CLUSTER.name, "0" * 16, ADAM, "method", plan, print_graph(made))
+    stages = lower_stages(rewritten(made, plan.rewrites), plan)
+    played = simulate_stages(stages, CLUSTER, plan, ADAM)
+    player = StagePlayer(CLUSTER, ADAM)
+    return PipelineCase(saved, CLUSTER, played, Source("spec", 0.25), stages, player)

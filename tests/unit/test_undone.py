@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Group
 
-from parloom.cost.clusters import load_cluster
-from parloom.cost.measured import Source
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import PricedStages, StagePlayer, simulate_stages
 from parloom.cost.timeline import Timeline
@@ -20,18 +18,14 @@ from parloom.ir.lower_stages import LoweredStages, group_lists, lower_stages
 from parloom.ir.mesh import grid
 from parloom.ir.plan import (
     Decisions,
-    ModelSource,
     NodeDecision,
     ParameterDecision,
-    Plan,
     Stage,
     Storage,
 )
 from parloom.ir.schedules import STEP
 from parloom.ir.stages import stage_items
-from parloom.ir.text import print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
-from parloom.report.case import PipelineCase
 from parloom.report.output import rendered
 from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.rewrites import rewrites_explained
@@ -42,6 +36,7 @@ from parloom.search.undone import Undoing, Undone
 from tests.property.searched import every_assignment
 from tests.unit.explained import ADAM
 from tests.unit.rewritten_stages import (
+    CLUSTER,
     PLANS,
     WHOLE,
     alone,
@@ -54,18 +49,14 @@ from tests.unit.rewritten_stages import (
     on,
     one_stage,
     passes,
+    pipeline_case,
+    planned,
     towers,
     two_stages,
     viewed,
 )
 
-CLUSTER = load_cluster("1x8xV100")
 PLENTY = 2**60
-
-
-def planned(made: Graph, of: Callable[[Graph], Decisions], *texts: str) -> Decisions:
-    """The plan of a graph with these rewrites."""
-    return replace(of(rewritten(made, texts)), rewrites=texts)
 
 
 def simulated(made: Graph, plan: Decisions) -> Timeline:
@@ -178,23 +169,13 @@ def test_what_cannot_be_undone_alone_says_why() -> None:
     assert found.plan.startswith("stage 0 has no items")
     assert [own.op for own in found.before] == ["matmul"]
     assert [own.op for own in found.after] == ["matmul", "matmul"]
-    (document,) = rewrites_explained(case_of(made, planned(made, alone, WHOLE)))
+    (document,) = rewrites_explained(pipeline_case(made, planned(made, alone, WHOLE)))
     assert document["reason"] == f"cannot be undone alone: {found.plan}"
     assert document["saved_s"] is document["saved_sent_bytes"] is None
     assert document["saved_peak_bytes"] is None
     shown = rendered(Group(*rewrite_screen(document)), 120)
     assert "cannot be undone alone: stage 0 has no items" in shown
     assert "against the plan without it" not in shown
-
-
-def case_of(made: Graph, plan: Decisions) -> PipelineCase:
-    """A pipeline as `parloom.explain` makes a case of it, without files and torch."""
-    source = ModelSource("model.py:build", None, None, None)
-    saved = Plan(source, CLUSTER.name, "0" * 16, ADAM, "method", plan, print_graph(made))
-    stages = lower_stages(rewritten(made, plan.rewrites), plan)
-    played = simulate_stages(stages, CLUSTER, plan, ADAM)
-    player = StagePlayer(CLUSTER, ADAM)
-    return PipelineCase(saved, CLUSTER, played, Source("spec", 0.25), stages, player)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +190,8 @@ def case_of(made: Graph, plan: Decisions) -> PipelineCase:
 def test_what_is_saved_is_the_difference_of_two_plans(
     made: Graph, text: str, of: Callable[[Graph], Decisions]
 ) -> None:
-    case = case_of(made, planned(made, of, text))
-    plain = case_of(made, plan_of(undone(made, case.decisions)).decisions)
+    case = pipeline_case(made, planned(made, of, text))
+    plain = pipeline_case(made, plan_of(undone(made, case.decisions)).decisions)
     assert not plain.decisions.rewrites
     (found,) = rewrites_explained(case)
     assert found["reason"] is None

@@ -4,7 +4,13 @@ import { bytes, seconds } from "../format";
 
 function savedWords(found: Rewrite): string {
   if (found.reason !== null) return `It ${found.reason}.`;
-  return `It saves ${seconds(found.saved_s)} a step, ${bytes(found.saved_sent_bytes)} sent and ${bytes(found.saved_peak_bytes)} at the peak.`;
+  const less = (value: number, text: string, what: string): string[] => (value ? [`${text} ${value > 0 ? "less" : "more"} ${what}`] : []);
+  const saved = [
+    ...less(found.saved_s, seconds(Math.abs(found.saved_s)), "a step"),
+    ...less(found.saved_sent_bytes, bytes(Math.abs(found.saved_sent_bytes)), "sent"),
+    ...less(found.saved_peak_bytes, bytes(Math.abs(found.saved_peak_bytes)), "at the peak"),
+  ];
+  return `Against the plan without it: ${saved.join(", ") || "no difference"}.`;
 }
 
 /** Rewrites and stages, where the plan has them. */
