@@ -80,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def branching() -> dict[str, object]:
     """A small Transformer of four modalities, whose branches are stages beside each other."""
     model, batch = zoo.build("mmt", depth=1, width=64, heads=2, inner=128, batch=8, seq=8)
-    asked = {"cluster": "1x4xV100", "method": "graphpipe", "microbatches": 2}
-    document = report([api.plan(model, batch, "adamw", **asked)])
+    plan = api.plan(model, batch, "adamw", "1x4xV100", method="graphpipe", microbatches=2)
+    document = report([plan])
     stages = document["plans"][0]["stages"]
     assert [stage["reads"] for stage in stages] == [[], [], [], [0, 1, 2]]
     return document

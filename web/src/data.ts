@@ -144,13 +144,12 @@ export interface Steps {
 
 export interface Memory {
   components: string[];
-  limit_bytes: number;
-  device_bytes: number;
   during: { action: string; module: string; operator: string };
   step_s: number;
   processes: {
     name: string;
     peak_bytes: number;
+    limit_bytes: number;
     at_peak: Record<string, number>;
     lines: number[][];
     largest: { component: string; name: string; count: number; bytes: number }[];
@@ -182,6 +181,7 @@ export interface Network {
     busy_s: number;
     share: number;
   }[];
+  parts: { device: string; levels: { name: string; size: number }[] }[];
   groups: {
     name: string;
     devices: [number, number];
@@ -265,6 +265,7 @@ export type Rewrite = Saved & {
 
 export interface Plan {
   path: string;
+  is_file: boolean;
   title: string;
   model: string;
   summary: Summary;

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
 from parloom.cost.tasks import COMPONENTS, COMPUTE, Load, Placed
+from parloom.ir.graph import below
 from parloom.ir.plan import Prediction
 
 # What a device of a pipeline waits for between actions: messages of other stages, gradients of
@@ -221,20 +222,20 @@ def slices(span: Span, process: int = 0) -> Iterator[Slice]:
     """
     for piece in span.played.pieces:
         segment, start = piece.placed.segment, span.start_ps + piece.start_ps
-        prefix = f"{piece.placed.prefix}." if piece.placed.prefix else ""
+        prefix = piece.placed.prefix
         slowed = dict(piece.outcome.slowed[0])
         listed = zip(segment.instructions, segment.notes, piece.outcome.starts[0], strict=True)
         for index, (instruction, note, at) in enumerate(listed):
             if isinstance(instruction, Run) and instruction.ps:
                 begin = start + at
-                name = f"{prefix}{note.name}"
+                name = below(prefix, note.name)
                 end = begin + instruction.ps + slowed.get(index, 0)
                 yield Slice(process, COMPUTE, name, note.kind, begin, end)
         for moved in piece.outcome.moved:
             if moved.end_ps > moved.start_ps:
                 key = piece.names.get(moved.key, moved.key)
                 kind, _, name = key.partition("|")
-                name = name if moved.key in piece.names else f"{prefix}{name}"
+                name = name if moved.key in piece.names else below(prefix, name)
                 begin, end = start + moved.start_ps, start + moved.end_ps
                 yield Slice(process, moved.channel, name, kind, begin, end)
 

@@ -246,6 +246,11 @@ class Decisions:
         """Whether the program is that of one of several microbatches, each by itself."""
         return self.batch_semantics == MICROBATCH and self.num_microbatches > 1
 
+    @property
+    def apart(self) -> int:
+        """How many equal parts of a step the program is one of."""
+        return self.num_microbatches if self.accumulates else 1
+
     def node(self, key: str) -> NodeDecision | None:
         return next((n for n in self.nodes if n.key == key), None)
 

@@ -15,15 +15,12 @@ from parloom.report.fronts import cost_document, days_words, price_lines, prices
 
 def plan_work(plan: Plan, in_run: float | None = None) -> Work:
     """What a step of a plan trains on, and a run where it is known."""
-    decisions = plan.decisions
-    apart = decisions.num_microbatches if decisions.accumulates else 1
-    return work_of(parse_graph(plan.graph), apart, in_run)
+    return work_of(parse_graph(plan.graph), plan.decisions.apart, in_run)
 
 
 def plan_samples(plan: Plan) -> int:
     """The size of the batch of a step."""
-    apart = plan.decisions.num_microbatches if plan.decisions.accumulates else 1
-    return num_samples(factorize(parse_graph(plan.graph))) * apart
+    return num_samples(factorize(parse_graph(plan.graph))) * plan.decisions.apart
 
 
 def _prices(plan: Plan, cluster: Cluster) -> list[tuple[str, HourlyPrice]]:

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from parloom.cost.ledger import MAIN, WAITING
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.ir.graph import below
 from parloom.report.bars import bars
-from parloom.report.case import joined
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
 from parloom.report.rewrite_screen import rewrite_screen
@@ -204,7 +204,7 @@ def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
     title = memory_words(peak["bytes"], peak["limit_bytes"], peak["device_bytes"])
     title = f"memory at its most: {title}"
     if peak["action"]:
-        title += f", {ACTIONS[peak['action']]} ({joined(peak['module'], peak['operator'])})"
+        title += f", {ACTIONS[peak['action']]} ({below(peak['module'], peak['operator'])})"
     full = max(1, peak["bytes"])
     held = ((name, size) for name, size in peak["memory"].items() if size)
     rows = ((name, n / full, f"{format_bytes(n)}  {n / full:.1%}") for name, n in held)

@@ -74,11 +74,11 @@ function option(own: Memory, index: number, width: number) {
   const process = own.processes[index]!;
   const { text, faint } = ink();
   const columns = process.lines[0]!.length;
-  const limit = { yAxis: own.limit_bytes, label: { formatter: `limit ${bytes(own.limit_bytes)}`, color: text, position: "insideEndTop" } };
+  const limit = { yAxis: process.limit_bytes, label: { formatter: `limit ${bytes(process.limit_bytes)}`, color: text, position: "insideEndTop" } };
   const marks = Math.max(3, Math.floor(width / 90));
   const drawn = own.components.flatMap((name, row) => (process.lines[row]!.some((value) => value > 0) ? [{ name, row }] : []));
-  const isNear = process.peak_bytes > own.limit_bytes / 3;
-  const most = Math.max(process.peak_bytes, isNear ? own.limit_bytes : 0);
+  const isNear = process.peak_bytes > process.limit_bytes / 3;
+  const most = Math.max(process.peak_bytes, isNear ? process.limit_bytes : 0);
   const interval = byteStep(most, 5);
   return {
     key: drawn.map(({ name, row }): [string, string] => [name, colorOf(row)]),
@@ -107,7 +107,7 @@ function peaks(own: Memory): HTMLElement {
     process.name,
     ...components.map((name) => ({ value: bytes(process.at_peak[name] ?? 0), share: (process.at_peak[name] ?? 0) / process.peak_bytes })),
     bytes(process.peak_bytes),
-    percent(process.peak_bytes / own.limit_bytes),
+    percent(process.peak_bytes / process.limit_bytes),
   ]);
   return table("Memory at the peak of each group of devices", ["devices", ...components, "together", "of the limit"], rows);
 }

@@ -129,7 +129,7 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
       y: place.y,
       symbol: "rect",
       symbolSize: [WIDTH * scale, HEIGHT * scale],
-      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 1 },
+      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 0 },
       label: { show: true, color: lettersOn(fill), fontSize: 11 * scale, lineHeight: 14 * scale, formatter: short(node) },
       tooltip: { formatter: () => tip(node) },
     };

@@ -25,7 +25,7 @@ export function summary(plan: Plan): HTMLElement[] {
     facts.push(["model FLOP utilization", percent(own.mfu), `${count(own.model_flops)}FLOP of the model in a step, of the devices' peak`]);
   }
   if (own.price_per_step !== null && own.price_per_hour !== null) {
-    facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for the cluster`]);
+    facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for ${own.num_devices} device${own.num_devices > 1 ? "s" : ""}`]);
   }
   facts.push(pipeline(own));
   const { unit, in_step } = own.work;
@@ -66,6 +66,5 @@ function madeBy(plan: Plan): HTMLElement[] {
   const { command, path, summary: own } = plan;
   const code = h("code", {}, command);
   const made = command.length > LONG ? details(`The command that made it with parloom ${own.parloom}, with its cluster`, code) : h("p", {}, `Made with parloom ${own.parloom} by `, code);
-  const isFile = path !== own.method;
-  return isFile ? [made, h("p", {}, "To prove it and to train with it: ", h("code", {}, `parloom verify ${path}`), " and ", h("code", {}, `parloom run ${path} -- train.py`))] : [made];
+  return plan.is_file ? [made, h("p", {}, "To prove it and to train with it: ", h("code", {}, `parloom verify ${path}`), " and ", h("code", {}, `parloom run ${path} -- train.py`))] : [made];
 }

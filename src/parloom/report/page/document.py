@@ -19,10 +19,10 @@ from parloom.report.page.cards import cards, parameter_cards
 from parloom.report.page.graph import graph_view, operator_times
 from parloom.report.page.network import network_view
 from parloom.report.page.sides import Side
-from parloom.report.page.steps import memory_view, steps_view
+from parloom.report.page.steps import device_limits, memory_view, steps_view
 from parloom.report.rewrites import rewrites_explained
 from parloom.report.versus import headline, versus
-from parloom.report.words import constraint_lines, device_words, memory_limit, title_words, words
+from parloom.report.words import constraint_lines, device_words, title_words, words
 
 Document = dict[str, Any]
 Say = Callable[[str], None]
@@ -45,6 +45,7 @@ def _plan(side: Side, say: Say) -> Document:
     say(f"{side.path}: model, devices, step and memory")
     return {
         "path": side.path,
+        "is_file": side.is_file,
         "title": title_words(plan, step.cluster),
         "model": plan.source.spec,
         "summary": _summary(side),
@@ -87,6 +88,9 @@ def _summary(side: Side) -> Document:
     whole = step.whole
     model, used = parse_graph(plan.graph), used_devices(whole, plan.decisions)
     work, samples = plan_work(plan), plan_samples(plan)
+    peaks = [process.peak_bytes for process in step.timeline.processes]
+    limits = device_limits(side)
+    fullest, limit = max(zip(peaks, limits, strict=True), key=lambda both: both[0] / both[1])
     return {
         "step_s": step_s,
         "band_s": [low, high],
@@ -94,8 +98,8 @@ def _summary(side: Side) -> Document:
         "bound_s": plan.bound_s,
         "gap": plan.gap,
         "solver_gap": plan.solver_gap,
-        "peak_bytes": step.timeline.peak_bytes,
-        "limit_bytes": memory_limit(plan, step.cluster.device.memory_bytes),
+        "peak_bytes": fullest,
+        "limit_bytes": limit,
         "devices": device_words(step.cluster),
         "num_devices": plan.decisions.num_ranks,
         "cluster": step.cluster.name,
@@ -107,8 +111,8 @@ def _summary(side: Side) -> Document:
         "price_per_step": usd_per_step(whole, plan.decisions, step_s),
         "cost": cost_lines(plan, whole, step_s),
         "status": plan.status,
-        "model_flops": model_flops(model),
-        "mfu": utilization(model, used, step_s),
+        "model_flops": plan.decisions.apart * model_flops(model),
+        "mfu": utilization(model, used, step_s, plan.decisions.apart),
         "work": {"unit": work.unit, "in_step": work.in_step},
         "samples": samples,
         "at_once": _at_once(side.cases()[0], samples),
