@@ -92,7 +92,8 @@ def explain(
         document = compared(case, there, versus)
         return Answer(document, versus_screen(document))
     if isinstance(case, PipelineCase):
-        return Answer(pipeline_explained(case), pipeline_screen(case))
+        document = pipeline_explained(case, rewrites_explained(case))
+        return Answer(document, pipeline_screen(case, document))
     play = partial(machine_of(case.plan, calibration).simulate, optimizer=case.plan.optimizer)
     document = plan_explained(case, rewrites_explained(case, play))
     cost = cost_lines(plan, case.whole, case.timeline.step_s)

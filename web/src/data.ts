@@ -248,6 +248,21 @@ export interface Front {
   prices: { device: string; price_per_hour: number | null; price_source: string; price_date: string }[];
 }
 
+/** What a rewrite saves, or the reason why there is no such plan without it. */
+type Saved =
+  | { reason: null; saved_s: number; saved_sent_bytes: number; saved_peak_bytes: number }
+  | { reason: string; saved_s: null; saved_sent_bytes: null; saved_peak_bytes: null };
+
+export type Rewrite = Saved & {
+  rules: string[];
+  proof: string;
+  where: string;
+  before: string[];
+  after: string[];
+  stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
+  changed: string[];
+};
+
 export interface Plan {
   path: string;
   is_file: boolean;
@@ -269,16 +284,7 @@ export interface Plan {
   alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean; is_plan: boolean }[];
   front: Front | null;
   why_not: Versus[];
-  rewrites: {
-    rules: string[];
-    proof: string;
-    where: string;
-    before: string[];
-    after: string[];
-    saved_s: number;
-    saved_sent_bytes: number;
-    saved_peak_bytes: number;
-  }[];
+  rewrites: Rewrite[];
   stages: { items: string[]; devices: string; microbatches: number[]; at_once: number; reads: number[] }[];
 }
 

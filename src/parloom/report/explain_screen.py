@@ -14,6 +14,7 @@ from parloom.ir.graph import below
 from parloom.report.bars import bars
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
+from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.rows import Rows
 from parloom.report.words import memory_words
 
@@ -48,7 +49,7 @@ def plan_explained_screen(
     parts += [Text(""), Text("decided", "bold"), *(Text(f"  {line}") for line in document["words"])]
     parts += [Text(f"  asked for: {line}") for line in document["constraints"]]
     for rewrite in document["rewrites"]:
-        parts += [Text(""), *_rewrite(rewrite)]
+        parts += [Text(""), *rewrite_screen(rewrite)]
     parts += [Text(""), Text("where the step goes", "bold"), _times(document["time"])]
     parts += [Text(f"  {document['bound_by']}"), Text(""), Text("busy", "bold")]
     parts.append(_bars([(s["stream"], s["share"], s["busy_s"]) for s in document["streams"]]))
@@ -109,23 +110,6 @@ def _head(document: Document) -> list[RenderableType]:
             Text(f"no plan that was searched takes less than {least}, however well it overlaps")
         )
     return lines
-
-
-def _rewrite(rewrite: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """What is computed in another way, and what that saves."""
-    yield Text("rewrite", "bold")
-    yield Text(f"  {rewrite['where']}")
-    yield Text(f"  proof: {rewrite['proof']}")
-    yield from (Text(f"  - {line}") for line in rewrite["before"])
-    yield from (Text(f"  + {line}") for line in rewrite["after"])
-    saved = rewrite["saved_s"]
-    time = f"{format_seconds(abs(saved))} {'less' if saved >= 0 else 'more'} a step"
-    sizes = (
-        f"{format_bytes(abs(rewrite[key]))} {'less' if rewrite[key] > 0 else 'more'} {what}"
-        for key, what in (("saved_sent_bytes", "sent"), ("saved_peak_bytes", "at the peak"))
-        if rewrite[key]
-    )
-    yield Text(f"  against the plan without it: {', '.join((time, *sizes))}")
 
 
 def _mesh(document: Document) -> list[RenderableType]:

@@ -76,7 +76,7 @@ def _plan(side: Side, say: Say) -> Document:
         ],
         "front": _front(side),
         "why_not": [_versus(step, other, name) for name, other in side.others.items()],
-        "rewrites": list(rewrites_explained(step, side.play)) if isinstance(step, Case) else [],
+        "rewrites": list(rewrites_explained(step, side.play)),
         "stages": _stages(side),
     }
 
