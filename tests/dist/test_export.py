@@ -2,14 +2,17 @@
 
 import json
 import os
+import runpy
 import socket
 import stat
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from parloom import cli
@@ -17,6 +20,7 @@ from parloom.execute.files import read_plan
 from parloom.execute.startup import Place, mismatch
 from parloom.export.launch import TARGETS, job_of, launch_file
 from parloom.ir.plan_json import plan_hash
+from tests.forked import forked_ranks
 
 SCRIPT = """
 import os, torch, parloom
@@ -130,6 +134,41 @@ def test_ray_is_python(folder: Path) -> None:
     text = exported(folder, "gpus", "ray").read_text()
     compile(text, "ray_train.py", "exec")
     assert "num_workers=16" in text
+
+
+@pytest.mark.parametrize("other", ["one", "two"])
+def test_workers_of_ray_compare_their_plans_before_the_script(
+    folder: Path, tmp_path: Path, other: str
+) -> None:
+    """Its file with a stand-in for ray, whose workers are in a process group before they train."""
+    (tmp_path / "script.py").write_text("print('script')\n", encoding="utf-8")
+    file = exported(folder, "one", "ray")
+    file.write_text(file.read_text().replace(str(folder / "train.py"), f"{tmp_path}/script.py"))
+
+    def work(rank: int) -> int:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+        for name in ("ray", "ray.train", "ray.train.torch"):
+            module = ModuleType(name)
+            module.ScalingConfig = None  # type: ignore[attr-defined]
+            sys.modules[name] = module
+        store = dist.FileStore(str(tmp_path / "store"), 4)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+        found = runpy.run_path(str(file))
+        train = found["train"]
+        if rank == 3:
+            train.__globals__["PLAN"] = str(folder / other)
+        try:
+            train()
+        except RuntimeError as error:
+            print(error)
+            return 1
+        return 0
+
+    ended = forked_ranks(work, 4, 60)
+    is_same = other == "one"
+    assert [code for code, *_ in ended] == [0 if is_same else 1] * 4, ended
+    assert sum("script\n" in out for _, out, _ in ended) == 4 * is_same
+    assert ("rank 3" in ended[0][2]) == (not is_same)
 
 
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Before a job trains: whether its ranks are those of the plan, told once for all of them.
 
-Ranks that somebody else's torchrun started meet in its store before they import the script: each
-says which plan it has and where it is, rank 0 compares, and all go on or end.
+Ranks that somebody else's torchrun started meet in its store before they import the script, and
+those that are in a process group already (Ray's) in the store of that: each says which plan it has
+and where it is, rank 0 compares, and all go on or end.
 """
 
 import json
@@ -12,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import LaunchError
@@ -42,17 +44,18 @@ def check_ranks(plan: Plan, environment: Mapping[str, str] = os.environ) -> None
 
     Where the launcher has no store that ranks may meet in, each rank counts them for itself.
     """
-    if environment.get(AGENT) != "True":
-        check_world_size(plan, int(environment["WORLD_SIZE"]))
-        return
     rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    store = PrefixStore("parloom/startup", _agent_store(environment))
+    shared = _shared_store(environment)
+    if shared is None:
+        check_world_size(plan, size)
+        return
+    store = PrefixStore("parloom/startup", shared)
     own = Place(
         rank,
         plan_hash(plan),
         version("parloom"),
         socket.gethostname(),
-        int(environment.get("GROUP_RANK", "0")),
+        int(environment.get("GROUP_RANK") or environment.get("NODE_RANK", "0")),
         int(environment.get("LOCAL_WORLD_SIZE", "1")),
     )
     # A job that torchrun starts again has the keys of its first attempt.
@@ -85,6 +88,15 @@ def check_world_size(plan: Plan, world_size: int) -> None:
         f"the plan is for {ranks} ranks ({where}) and this job has {world_size}; start {ranks}"
         f" processes, or plan for {world_size}: {other}"
     )
+
+
+def _shared_store(environment: Mapping[str, str]) -> Store | None:
+    """A store in which the ranks of this job may meet; None where there is none."""
+    if environment.get(AGENT) == "True":
+        return _agent_store(environment)
+    if dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    return None
 
 
 def _agent_store(environment: Mapping[str, str]) -> TCPStore:
