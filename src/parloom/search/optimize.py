@@ -5,7 +5,7 @@ shadow prices of the best context so far, is no better than the best plan is don
 columns are generated, composed and simulated. Finer meshes are made of the best.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -34,7 +34,7 @@ from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.searched import Searched, rank
 from parloom.search.step_rows import ShadowPrices
-from parloom.search.stream_bound import least_step_ps
+from parloom.search.stream_bound import StepBounds
 from parloom.search.work import OutOfWorkError, Work
 
 # Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
@@ -139,6 +139,7 @@ class Driver:
         self.seen, self.duals = EstimateErrors(batch_bytes(request.graph)), ShadowPrices()
         self.best_ps = incumbent.step_ps if incumbent else inf
         self.looked: list[ContextSearch] = []
+        self.steps = StepBounds()
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
@@ -168,7 +169,7 @@ class Driver:
         if self.request.wanted is Wanted.PROOF and self.best_ps < inf:
             least = inf
             for context in self.looked:
-                least = min(least, least_step_ps(context, least))
+                least = min(least, self.steps.least_ps(context, least))
             self.bound_ps = least
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
@@ -305,7 +306,7 @@ class Driver:
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
-        some = [c for c in nearest if _fastest(c) <= nearby < inf]
+        some = [c for c in nearest if _fastest(c) <= nearby < inf and self._may_win([c])]
         if self._has_room():
             improved(some, self.seen, patience=patience)
         else:
@@ -318,9 +319,14 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
-            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
+            if self._may_win(self.looked) and cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
+
+    def _may_win(self, contexts: Iterable[ContextSearch]) -> bool:
+        """Whether a plan of one of these contexts may be faster than the best of all."""
+        bounds = (self.steps.least_ps(one, self.best_ps) for one in contexts)
+        return self.best_ps == inf or any(bound < self.best_ps for bound in bounds)
 
     def _close(self) -> None:
         """Bring bounds near the best estimate of what fits; pipelines have none."""

@@ -55,6 +55,22 @@ def least_step_ps(context: ContextSearch, enough: float = inf) -> float:
     return bound
 
 
+class StepBounds:
+    """Bounds of contexts; one that is known is not looked for again."""
+
+    def __init__(self) -> None:
+        # With what was enough of each when it was found.
+        self._known: dict[int, tuple[ContextSearch, float, float]] = {}
+
+    def least_ps(self, context: ContextSearch, enough: float = inf) -> float:
+        """The bound of a context, or some bound of at least `enough`."""
+        _, bound, before = self._known.get(id(context), (context, inf, inf))
+        if id(context) not in self._known or before <= bound < enough:
+            bound = least_step_ps(context, enough)
+            self._known[id(context)] = context, bound, enough
+        return bound
+
+
 def _best_shares(known: list[Floats]) -> tuple[float, Floats]:
     """How busy the busiest stream of the best mixture is, and the shares that prove it."""
     program = LinearProgram()
