@@ -28,7 +28,6 @@ from parloom.cost.kernels import (
     batch_of,
     factors_of,
     product_sizes,
-    product_sizes,
 )
 from parloom.cost.local_operators import local_operator
 from parloom.cost.software import OWN, Software

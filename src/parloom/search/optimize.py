@@ -5,7 +5,7 @@ shadow prices of the best context so far, is no better than the best plan is don
 columns are generated, composed and simulated. Finer meshes are made of the best.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -306,7 +306,8 @@ class Driver:
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
-        some = [c for c in nearest if _fastest(c) <= nearby < inf and self._may_win([c])]
+        some = [c for c in nearest if _fastest(c) <= nearby < inf]
+        some = list(self.steps.below(self.best_ps, some))
         if self._has_room():
             improved(some, self.seen, patience=patience)
         else:
@@ -319,14 +320,10 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
-            if self._may_win(self.looked) and cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
+            nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
+            if cost(start, limit) <= nearby and any(self.steps.below(self.best_ps, self.looked)):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
-
-    def _may_win(self, contexts: Iterable[ContextSearch]) -> bool:
-        """Whether a plan of one of these contexts may be faster than the best of all."""
-        bounds = (self.steps.least_ps(one, self.best_ps) for one in contexts)
-        return self.best_ps == inf or any(bound < self.best_ps for bound in bounds)
 
     def _close(self) -> None:
         """Bring bounds near the best estimate of what fits; pipelines have none."""

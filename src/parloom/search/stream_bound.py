@@ -7,6 +7,7 @@ busy; the least of that over all plans is a minimum of the model, and a linear p
 plans found so far says which shares bound best.
 """
 
+from collections.abc import Iterable, Iterator
 from math import inf
 
 import numpy as np
@@ -69,6 +70,15 @@ class StepBounds:
             bound = least_step_ps(context, enough)
             self._known[id(context)] = context, bound, enough
         return bound
+
+    def below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> Iterator[ContextSearch]:
+        """The contexts in which a plan may take less: one takes as little, or no bound says that
+        none does.
+        """
+        for one in contexts:
+            least = min((found.step_ps for found in one.fitting()), default=inf)
+            if least <= step_ps or self.least_ps(one, step_ps) < step_ps:
+                yield one
 
 
 def _best_shares(known: list[Floats]) -> tuple[float, Floats]:
