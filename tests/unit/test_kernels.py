@@ -84,11 +84,11 @@ def test_rows_by_a_matrix_are_one_product(
         )
 
 
-class Ran(TorchDispatchMode):
+class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The names of operators that run."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

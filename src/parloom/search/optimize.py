@@ -306,8 +306,8 @@ class Driver:
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
-        some = [c for c in nearest if _fastest(c) <= nearby < inf]
-        some = list(self.steps.below(self.best_ps, some))
+        close = [c for c in nearest if _fastest(c) <= nearby < inf]
+        some = self.steps.below(self.best_ps * (1 + SAME), close)
         if self._has_room():
             improved(some, self.seen, patience=patience)
         else:
@@ -321,7 +321,8 @@ class Driver:
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
             nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
-            if cost(start, limit) <= nearby and any(self.steps.below(self.best_ps, self.looked)):
+            enough = self.best_ps * (1 + SAME)
+            if cost(start, limit) <= nearby and self.steps.any_below(enough, self.looked):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 

@@ -7,7 +7,7 @@ busy; the least of that over all plans is a minimum of the model, and a linear p
 plans found so far says which shares bound best.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import inf
 
 import numpy as np
@@ -71,14 +71,19 @@ class StepBounds:
             self._known[id(context)] = context, bound, enough
         return bound
 
-    def below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> Iterator[ContextSearch]:
+    def below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> list[ContextSearch]:
         """The contexts in which a plan may take less: one takes as little, or no bound says that
         none does.
         """
-        for one in contexts:
-            least = min((found.step_ps for found in one.fitting()), default=inf)
-            if least <= step_ps or self.least_ps(one, step_ps) < step_ps:
-                yield one
+        return [one for one in contexts if self._may_be_below(step_ps, one)]
+
+    def any_below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> bool:
+        """Whether there is such a context."""
+        return any(self._may_be_below(step_ps, one) for one in contexts)
+
+    def _may_be_below(self, step_ps: float, one: ContextSearch) -> bool:
+        least = min((found.step_ps for found in one.fitting()), default=inf)
+        return least <= step_ps or self.least_ps(one, step_ps) < step_ps
 
 
 def _best_shares(known: list[Floats]) -> tuple[float, Floats]:
