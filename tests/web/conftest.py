@@ -16,6 +16,16 @@ from tests.dist.test_explain_pipelines import case_of as pipeline_of
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 from tests.unit.pages import CLUSTER, document_of, side_of
+from tests.unit.rewritten_stages import (
+    PLANS,
+    WHOLE,
+    alone,
+    fused,
+    low_rank,
+    pipeline_case,
+    planned,
+    towers,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -61,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     }
     documents = {name: document_of(*own) for name, own in sides.items()}
     documents["branches"] = branching()
+    documents["rewrites"] = undoing()
     for name, document in documents.items():
         (found / f"{name}.html").write_text(page(document), encoding="utf-8")
     return found
@@ -69,10 +80,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 def branching() -> dict[str, object]:
     """A small Transformer of four modalities, whose branches are stages beside each other."""
     model, batch = zoo.build("mmt", depth=1, width=64, heads=2, inner=128, batch=8, seq=8)
-    asked = {"cluster": "1x4xV100", "method": "graphpipe", "microbatches": 2}
-    document = report([api.plan(model, batch, "adamw", **asked)])
+    plan = api.plan(model, batch, "adamw", "1x4xV100", method="graphpipe", microbatches=2)
+    document = report([plan])
     stages = document["plans"][0]["stages"]
     assert [stage["reads"] for stage in stages] == [[], [], [], [0, 1, 2]]
+    return document
+
+
+def undoing() -> dict[str, object]:
+    """A pipeline with a rewrite, beside one that cannot be undone alone."""
+    made = towers()
+    cases = (
+        pipeline_case(made, planned(made, PLANS["two_each"], *fused(made))),
+        pipeline_case(low_rank(), planned(low_rank(), alone, WHOLE)),
+    )
+    document, other = (
+        document_of(Side("pipeline.json", case, lambda *_: cases[0].timeline, {})) for case in cases
+    )
+    document["plans"][0]["rewrites"] += other["plans"][0]["rewrites"]
     return document
 
 

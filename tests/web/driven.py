@@ -67,7 +67,7 @@ class Seen:
 
     def serious(self) -> list[tuple[str, str, str]]:
         """What axe-core finds of serious faults, in both color schemes: which, where, in which."""
-        found = []
+        found: list[tuple[str, str, str]] = []
         for scheme in SCHEMES:
             self.page.emulate_media(color_scheme=scheme)
             for fault in Axe().run(self.page).response["violations"]:

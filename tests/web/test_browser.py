@@ -48,11 +48,26 @@ def test_every_view_is_drawn_without_a_fault(seen: Seen, scheme: str) -> None:
         assert seen.page.locator(f"header a[href='#{view}']").count() == 1
     charts = seen.page.locator(".chart").all()
     assert len(charts) >= 4
+    titles = [chart.locator("xpath=..//details/summary").inner_text() for chart in charts]
+    for chart, title in zip(charts, titles, strict=True):
+        assert title == f"{chart.get_attribute('aria-label')}: data as a table"
     for width in (1280, 480):
         seen.page.set_viewport_size({"width": width, "height": 900})
         seen.page.wait_for_timeout(300)
         for chart in charts:
             assert is_drawn(chart), chart.get_attribute("aria-label")
+    assert seen.faults == []
+
+
+def test_what_a_pointer_is_over_is_told_without_a_fault(seen: Seen) -> None:
+    for chart in seen.page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        box = chart.bounding_box()
+        assert box is not None
+        for column in range(1, 12):
+            for row in range(1, 8):
+                x, y = box["width"] * column / 12, box["height"] * row / 8
+                seen.page.mouse.move(box["x"] + x, box["y"] + y)
     assert seen.faults == []
 
 

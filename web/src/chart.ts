@@ -1,6 +1,5 @@
 import { BarChart, CustomChart, GraphChart, HeatmapChart, LineChart } from "echarts/charts";
 import {
-  AriaComponent,
   DataZoomComponent,
   GridComponent,
   MarkLineComponent,
@@ -13,7 +12,6 @@ import { CanvasRenderer } from "echarts/renderers";
 import { details, h } from "./dom";
 
 echarts.use([
-  AriaComponent,
   BarChart,
   CanvasRenderer,
   CustomChart,
@@ -70,7 +68,6 @@ function common(): Option {
     color: COLORS,
     backgroundColor: "transparent",
     textStyle: { color: text, fontFamily: "system-ui, sans-serif" },
-    aria: { enabled: true },
     tooltip: {
       renderMode: "richText",
       confine: true,

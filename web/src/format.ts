@@ -72,7 +72,8 @@ export function signed(text: (value: number) => string, value: number): string {
 
 export function dollars(value: number): string {
   if (value >= 1) return `$${value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
-  return `$${value.toPrecision(3).replace(/e.*/, "") && Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 8 })}`;
+  const short = Number(value.toPrecision(3));
+  return value && value < 1e-8 ? `$${short.toExponential()}` : `$${short.toLocaleString("en-US", { maximumFractionDigits: 10 })}`;
 }
 
 /** `waiting for gradients all_reduce (NVLink)`. */

@@ -36,7 +36,7 @@ export function front(found: Front | null): HTMLElement[] {
         trigger: "item",
         formatter: (at: Params) => {
           const row = (at.seriesIndex ? others : best)[at.dataIndex]!;
-          return h("span", {}, `${row.devices}: ${said(time(row))}, ${dollars(cost(row)!)}`);
+          return `${row.devices}: ${said(time(row))}, ${dollars(cost(row)!)}`;
         },
       },
       series: [

@@ -23,12 +23,12 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   let byLayout = false;
   let selected = "";
   const layouts = [...new Set(functions.flatMap((f) => f.nodes.map(layoutOf)))].sort();
-  const make = (width: number) => graphOption(functions[shown]!, byLayout ? layouts : null, selected, plan, width);
+  const make = (width: number) => graphOption(functions[shown]!, byLayout ? layouts : null, selected, width);
   const height = () => Math.min(HIGHEST, Math.max(LOWEST, laid(functions[shown]!).height + 2 * MARGIN));
   const rows = functions.flatMap((own) => own.nodes.map((node) => nodeRow(own, node, selection)));
   const data = table(
     "Operators by place, the most expensive first",
-    ["operator", "place", "time", "share of all operators", "splits", "result"],
+    ["operator", "place", "time", "share of the step", "splits", "result"],
     rows.sort((a, b) => b.share - a.share).map((row) => row.cells),
   );
   const chart = new Chart("Model as a folded graph", height(), make, data, (params) => {
@@ -114,7 +114,7 @@ function boxOf({ places }: Layout, width: number, scale: number) {
   return { ...wide, ...high };
 }
 
-function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, plan: Plan, width: number) {
+function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, width: number) {
   const layout = laid(own);
   const { text, faint } = ink();
   const scale = Math.max(LEAST_SCALE, Math.min(1, (width - 2 * MARGIN) / layout.width, (HIGHEST - 2 * MARGIN) / layout.height));
@@ -129,13 +129,13 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
       y: place.y,
       symbol: "rect",
       symbolSize: [WIDTH * scale, HEIGHT * scale],
-      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 1 },
+      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 0 },
       label: { show: true, color: lettersOn(fill), fontSize: 11 * scale, lineHeight: 14 * scale, formatter: short(node) },
-      tooltip: { formatter: () => tip(node, plan) },
+      tooltip: { formatter: () => tip(node) },
     };
   });
   const drawn = layouts?.filter((name) => own.nodes.some((node) => layoutOf(node) === name)) ?? [];
-  const key: Key = layouts ? drawn.map((name) => [name, colorOf(layouts.indexOf(name))]) : [["no time", heat(0)], [`${percent(most)} of all operators`, heat(1)]];
+  const key: Key = layouts ? drawn.map((name) => [name, colorOf(layouts.indexOf(name))]) : [["no time", heat(0)], [`${percent(most)} of the step`, heat(1)]];
   return {
     key,
     series: [
@@ -174,8 +174,8 @@ function short(node: GraphNode): string {
   return above ? `${above}\n${below}` : below;
 }
 
-function tip(node: GraphNode, plan: Plan): string {
+function tip(node: GraphNode): string {
   const time = seconds(node.own_s + node.moving_s);
   const split = layoutOf(node);
-  return `${node.key}\n${node.shape}\n${time}, ${percent(node.share)} of ${seconds(plan.graph.whole_s)}\n${split}\n${node.source}`;
+  return `${node.key}\n${node.shape}\n${time}, ${percent(node.share)} of the step\n${split}\n${node.source}`;
 }

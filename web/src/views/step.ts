@@ -20,12 +20,12 @@ export function step(plan: Plan, selection: Selection): HTMLElement[] {
   const isAlone = steps.processes.length === 1;
   const all = linesOf(steps, null);
   let lines = isAlone ? all : linesOf(steps, ACTIONS);
-  let wanted = "";
+  let wanted = new Set<string>();
   const make = (width: number) => option(steps, lines, wanted, width);
   const height = () => 96 + ROW * lines.length;
   const chart = new Chart("Step over time", height(), make, dataOf(steps, all));
   selection.follow((id) => {
-    wanted = id.slice(id.indexOf("|") + 1);
+    wanted = new Set(plan.cards[id]?.alike);
     chart.change(make);
   });
   const names = steps.processes.map((process) => process.name);
@@ -52,7 +52,12 @@ function linesOf(steps: Steps, only: string | null, process: number | null = nul
   });
 }
 
-function option(steps: Steps, lines: Line[], wanted: string, width: number) {
+/** Whether a slice is of an operator that is selected, or that is the longest of its neighbors. */
+function isOf(name: string, wanted: Set<string>): boolean {
+  return wanted.has(name.replace(/ and its neighbors$/, ""));
+}
+
+function option(steps: Steps, lines: Line[], wanted: Set<string>, width: number) {
   const kinds = [...new Set(lines.flatMap((line) => line.track.slices.map((slice) => slice[3])))];
   const data = lines.flatMap((line, row) => line.track.slices.map((slice) => [row, ...slice]));
   const { text, faint } = ink();
@@ -81,7 +86,7 @@ function option(steps: Steps, lines: Line[], wanted: string, width: number) {
           const end = api.coord([Number(api.value(1)) + Number(api.value(2)), api.value(0)]);
           const height = ROW * 0.72;
           const color = colorOf(kinds.indexOf(Number(api.value(4))));
-          const isWanted = wanted !== "" && steps.words[Number(api.value(3))]!.endsWith(wanted);
+          const isWanted = wanted.size > 0 && isOf(steps.words[Number(api.value(3))]!, wanted);
           return {
             type: "rect",
             shape: { x: start[0]!, y: start[1]! - height / 2, width: Math.max(0.6, end[0]! - start[0]!), height },
