@@ -138,8 +138,7 @@ class Driver:
         self.on = {request.cluster.num_devices: self.contexts}
         self.seen, self.duals = EstimateErrors(batch_bytes(request.graph)), ShadowPrices()
         self.best_ps = incumbent.step_ps if incumbent else inf
-        self.looked: list[ContextSearch] = []
-        self.steps = StepBounds()
+        self.looked, self.steps = list[ContextSearch](), StepBounds()
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
@@ -167,10 +166,7 @@ class Driver:
         self._climb()
         self._close()
         if self.request.wanted is Wanted.PROOF and self.best_ps < inf:
-            least = inf
-            for context in self.looked:
-                least = min(least, self.steps.least_ps(context, least))
-            self.bound_ps = least
+            self.bound_ps = self.steps.least_of(self.looked)
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
         """The contexts on the first meshes, pipelines, and the rest, which has plans to beat."""

@@ -71,6 +71,13 @@ class StepBounds:
             self._known[id(context)] = context, bound, enough
         return bound
 
+    def least_of(self, contexts: Iterable[ContextSearch]) -> float:
+        """The least bound of several contexts."""
+        least = inf
+        for context in contexts:
+            least = min(least, self.least_ps(context, least))
+        return least
+
     def below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> list[ContextSearch]:
         """The contexts in which a plan may take less: one takes as little, or no bound says that
         none does.
