@@ -37,6 +37,7 @@ ASKED = {
     "front": [
         f"{PLAN} runs/e --cluster 2xA100,2xH100 --price 2/gpu-h --pareto --json",
         f"{PLAN} runs/g --cluster 2xA100 --price 2/gpu-h --tokens 1B --days 30 --json",
+        f"{PLAN} runs/h --cluster 2xA100 --price 2/gpu-h --tokens 1T --days 0.01 --json",
     ],
     "scale": [
         "scale zoo:mlp --cluster 2xA100 --method fsdp --json",
