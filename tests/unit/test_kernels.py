@@ -1,9 +1,13 @@
 """Prices of single operators, against sums done by hand."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parloom.cost.attention import KERNELS, NAMES, SCORES, attention_kernel
 from parloom.cost.clusters import load_cluster
@@ -17,6 +21,7 @@ from parloom.cost.kernels import (
     LocalOperator,
     Scores,
     Seconds,
+    batch_of,
     slowest,
 )
 from parloom.cost.software import GENERATIONS, Software
@@ -48,6 +53,47 @@ def attention(rows: int, causal: bool = True) -> LocalOperator:
         blocks=Blocks(0, 1) if causal else Blocks(),
         flops=4.0 * 16 * rows * rows * 64, backward_ratio=2.5, wanted=(0, 1, 2),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "runs"),
+    [((6, 4, 8), (8, 16), "mm"), ((6, 4, 8), (6, 8, 16), "bmm"), ((4, 8), (8, 16), "mm"),
+     ((2, 3, 4, 8), (8, 16), "mm"), ((2, 3, 4, 8), (2, 3, 8, 16), "bmm")],
+)  # fmt: skip
+def test_rows_by_a_matrix_are_one_product(
+    first: tuple[int, ...], second: tuple[int, ...], runs: str
+) -> None:
+    """As torch runs them where both have gradients."""
+    one, other = (torch.randn(s, requires_grad=True) for s in (first, second))
+    with Ran() as ran:
+        result = torch.matmul(one, other)
+    assert {"mm", "bmm"} & ran.ops == {runs}
+    batch = batch_of("matmul", [first, second], tuple(result.shape))
+    assert (batch > 1) == (runs == "bmm")
+    if runs == "mm":
+        weight, rows = bf16(*reversed(second)), math.prod(first[:-1])
+        product = linear(rows, first[-1], second[-1])
+        same = replace(product, op="linear", operands=(bf16(*first), weight))
+        folded = replace(
+            product, op="matmul", operands=(bf16(*first), bf16(*second)),
+            results=(bf16(*result.shape),),
+        )  # fmt: skip
+        kernels = Kernels(DEVICE, BARE)
+        assert kernels.seconds(folded) == kernels.seconds(
+            replace(same, results=(bf16(*result.shape),))
+        )
+
+
+class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def test_roofline_takes_the_slower_of_both() -> None:

@@ -56,6 +56,27 @@ def test_rewrites_that_pay_only_together_are_found() -> None:
     )
 
 
+@pytest.mark.parametrize("op", ["matmul", "mm"])
+def test_a_product_of_weights_as_large_as_before_is_a_step_on_the_way(op: str) -> None:
+    """The weight is a product of two small ones, whose gradient is larger than theirs: the rules
+    that lead to two products first say it otherwise.
+    """
+    rows, wide = (512, 4, 256), (512, 4, 2048)
+    made = graph(
+        {"low": (256, 64), "high": (64, 2048)},
+        {"x": (rows, "float32")},
+        node(op, "low", "high", to="w", shape=(256, 2048)),
+        node("t", "w", to="wt", shape=(2048, 256)),
+        node("linear", "x", "wt", to="y", shape=wide),
+        node("sum", "y", to="loss", shape=()),
+    )
+    takes = with_takes(request_of(made)).takes
+    found = derived(made, list(map(str, takes)))
+    shapes = {v.spec.shape for item in found.main.body for v in item.results}
+    assert (512, 4, 64) in shapes
+    assert (256, 2048) not in shapes
+
+
 @pytest.mark.parametrize("forbidden", ["rewrite=linear_matmul_613d19", "rewrite=merge_linear"])
 def test_pins_forbid_rules_of_forms(forbidden: str) -> None:
     made = factored()

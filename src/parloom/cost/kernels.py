@@ -13,6 +13,7 @@ A measured table overrides the formulas for the operators that it has.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import NormalDist
@@ -456,11 +457,21 @@ def factors_of(op: str, num_operands: int) -> tuple[int, int] | None:
     return factors if factors is not None and max(factors) < num_operands else None
 
 
+def batch_of(op: str, operands: Sequence[Sequence[int]], result: Sequence[int]) -> int:
+    """How many products an operator is, by its shapes: all that a first operand has in front of a
+    matrix are rows of one product (`torch.matmul` folds them).
+    """
+    factors = factors_of(op, len(operands))
+    if op not in ("bmm", "matmul", "baddbmm") or factors is None:
+        return 1
+    return prod(result[:-2]) if len(operands[factors[1]]) > 2 else 1
+
+
 def product_sizes(operator: LocalOperator) -> tuple[float, float, float, float]:
     """(batch, m, n, k) of a product."""
     out = operator.results[0].shape
     op = operator.op
-    batch = prod(out[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
+    batch = batch_of(op, [spec.shape for spec in operator.operands], out)
     if op == "parloom.grouped_mm":
         batch = operator.operands[1].shape[0]  # each expert has equally many rows
     n = out[1] if op.startswith("conv") and len(out) > 1 else (out[-1] if out else 1)

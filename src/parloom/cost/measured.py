@@ -25,6 +25,7 @@ from parloom.cost.kernels import (
     Kernels,
     LocalOperator,
     Seconds,
+    batch_of,
     factors_of,
     product_sizes,
 )
@@ -218,7 +219,7 @@ def _sizes(key: str) -> _Sizes:
     if factors is not None:
         first, second = factors
         result = shapes[-1][1]
-        batch = math.prod(result[:-2]) if op in ("bmm", "matmul", "baddbmm") else 1
+        batch = batch_of(op, [shape for _, shape in shapes[:-1]], result)
         # [m, k] [k, n] -> [m, n]: the sizes' product is (m n k)^2.
         sizes = (math.prod(shapes[index][1]) for index in (first, second, -1))
         work = max(1.0, batch * math.sqrt(math.prod(size / batch for size in sizes)))

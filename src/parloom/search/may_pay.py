@@ -196,14 +196,15 @@ class MayPay:
         if not isinstance(arg, Term):
             return arg
         args, at = tuple(self._priced(own, match, costs, every) for own in arg.args), arg.result
+        # The value that a rule replaces has a gradient already: what it makes on the way may not.
+        if any(own.grows for own in _mades_in(args)):
+            raise NotExpressed(f"{arg.op} reads what makes more gradients of weights")
         there = None if any(_mades_in(args)) else graph.call(arg.op, args, at or 0)
         if there is None or every:
             known = {child: self.values.made(child) for child in classes_in(args)}
             made, costs[arg.op, args] = self.values.called(arg.op, args, known)
             if there is None and self._may_be_added_up(arg.op, args, made):
                 costs[arg.op, args] = 0, 0
-            if there is None and any(own.grows for own in made):
-                raise NotExpressed(f"{arg.op} makes more gradients of weights")
             return made[at or 0] if there is None else there
         return there
 

@@ -34,7 +34,7 @@ from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.searched import Searched, rank
 from parloom.search.step_rows import ShadowPrices
-from parloom.search.stream_bound import least_step_ps
+from parloom.search.stream_bound import StepBounds
 from parloom.search.work import OutOfWorkError, Work
 
 # Meshes (of one axis, and cut between levels) on which all numbers of microbatches come first.
@@ -138,7 +138,7 @@ class Driver:
         self.on = {request.cluster.num_devices: self.contexts}
         self.seen, self.duals = EstimateErrors(batch_bytes(request.graph)), ShadowPrices()
         self.best_ps = incumbent.step_ps if incumbent else inf
-        self.looked: list[ContextSearch] = []
+        self.looked, self.steps = list[ContextSearch](), StepBounds()
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
@@ -166,10 +166,7 @@ class Driver:
         self._climb()
         self._close()
         if self.request.wanted is Wanted.PROOF and self.best_ps < inf:
-            least = inf
-            for context in self.looked:
-                least = min(least, least_step_ps(context, least))
-            self.bound_ps = least
+            self.bound_ps = self.steps.least_of(self.looked)
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
         """The contexts on the first meshes, pipelines, and the rest, which has plans to beat."""
@@ -305,7 +302,8 @@ class Driver:
         # A finer mesh may have the best plan of a coarser one.
         different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
         nearest = sorted(different.values(), key=_fastest)[:LOCAL]
-        some = [c for c in nearest if _fastest(c) <= nearby < inf]
+        close = [c for c in nearest if _fastest(c) <= nearby < inf]
+        some = self.steps.below(self.best_ps * (1 + SAME), close)
         if self._has_room():
             improved(some, self.seen, patience=patience)
         else:
@@ -318,7 +316,9 @@ class Driver:
         """
         limit = self.request.limit_bytes
         for start, context in _starts(self.looked, limit).items():
-            if cost(start, limit) <= _nearby_ps(self.looked, self.best_ps, self._has_room()):
+            nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
+            enough = self.best_ps * (1 + SAME)
+            if cost(start, limit) <= nearby and self.steps.any_below(enough, self.looked):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 

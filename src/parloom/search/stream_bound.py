@@ -7,6 +7,7 @@ busy; the least of that over all plans is a minimum of the model, and a linear p
 plans found so far says which shares bound best.
 """
 
+from collections.abc import Iterable
 from math import inf
 
 import numpy as np
@@ -53,6 +54,43 @@ def least_step_ps(context: ContextSearch, enough: float = inf) -> float:
         if bound >= cost * (1 - TOLERANCE):
             break
     return bound
+
+
+class StepBounds:
+    """Bounds of contexts; one that is known is not looked for again."""
+
+    def __init__(self) -> None:
+        # With what was enough of each when it was found.
+        self._known: dict[int, tuple[ContextSearch, float, float]] = {}
+
+    def least_ps(self, context: ContextSearch, enough: float = inf) -> float:
+        """The bound of a context, or some bound of at least `enough`."""
+        _, bound, before = self._known.get(id(context), (context, inf, inf))
+        if id(context) not in self._known or before <= bound < enough:
+            bound = least_step_ps(context, enough)
+            self._known[id(context)] = context, bound, enough
+        return bound
+
+    def least_of(self, contexts: Iterable[ContextSearch]) -> float:
+        """The least bound of several contexts."""
+        least = inf
+        for context in contexts:
+            least = min(least, self.least_ps(context, least))
+        return least
+
+    def below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> list[ContextSearch]:
+        """The contexts in which a plan may take less: one takes as little, or no bound says that
+        none does.
+        """
+        return [one for one in contexts if self._may_be_below(step_ps, one)]
+
+    def any_below(self, step_ps: float, contexts: Iterable[ContextSearch]) -> bool:
+        """Whether there is such a context."""
+        return any(self._may_be_below(step_ps, one) for one in contexts)
+
+    def _may_be_below(self, step_ps: float, one: ContextSearch) -> bool:
+        least = min((found.step_ps for found in one.fitting()), default=inf)
+        return least <= step_ps or self.least_ps(one, step_ps) < step_ps
 
 
 def _best_shares(known: list[Floats]) -> tuple[float, Floats]:

@@ -16,10 +16,11 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.search.pipelines.costs import ItemCosts
+from parloom.search.pipelines.costs import ItemCosts, Sent
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 # Places that are looked at as ends of stages, where a model has more items.
 PLACES = 257
 # Stages of each group, at most.
@@ -265,62 +266,77 @@ def closed_forms(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Floats:
     """`Split.step_ps` of splits with boundaries `ends`, [split, stage], and the same layouts in all
     groups.
     """
-    count, groups = len(owner), int(owner.max()) + 1
-    passes = _sums(costs.passes_ps, ends)
+    count, groups, number = len(owner), int(owner.max()) + 1, len(ends)
     loads = _by_group(_sums(costs.loads_ps, ends), owner, np.sum)
     loads = loads + costs.stage_ps * np.bincount(owner)
-    stage_of = (ends[:, :, None] <= np.arange(len(costs.items))).sum(axis=1)  # [split, item]
+    # Arrays of [stage, split] from here: what is done with stages is done with rows.
+    passes = np.ascontiguousarray(_sums(costs.passes_ps, ends).T)
+    stage_of = np.zeros((len(costs.items), number), dtype=np.int64)
+    for end in ends.T:
+        stage_of += end <= np.arange(len(costs.items))[:, None]
     sent = _sent_between(costs, stage_of, count)
-    waits = np.stack([_ways(np.where(owner == g, 0, passes), sent, owner) for g in range(groups)])
-    busiest = waits[loads.argmax(axis=1), np.arange(len(ends))] * groups / count
-    moved = np.zeros((len(ends), groups, 2))  # [split, group, out or in]
+    others = np.where(owner[:, None] == loads.argmax(axis=1), 0, passes)
+    waits = _ways(others, sent, owner) * groups / count
+    moved = np.zeros((groups, 2, number))  # of groups, out or in
     for (source, target), (forward, back, _) in sent.items():
         one, other = owner[source], owner[target]
         if one != other:
-            moved[:, one] += np.stack([forward, back], axis=1)
-            moved[:, other] += np.stack([back, forward], axis=1)
-    links = costs.num_microbatches * moved.max(axis=(1, 2))
+            moved[one] += forward, back
+            moved[other] += back, forward
+    links = costs.num_microbatches * moved.max(axis=(0, 1))
     shared = sum(
         (
-            ps * (owner[stage_of[:, one]] != owner[stage_of[:, other]])
+            ps * (owner[stage_of[one]] != owner[stage_of[other]])
             for one, other, ps in costs.shared_ps
         ),
-        np.zeros(len(ends)),
+        np.zeros(number),
     )
-    step = np.maximum(loads.max(axis=1) + busiest, _ways(passes, sent, owner))
+    step = np.maximum(loads.max(axis=1) + waits, _ways(passes, sent, owner))
     found: Floats = np.maximum(step, links) + shared
     return found
 
 
-Between = Mapping[tuple[int, int], tuple[Floats, Floats, Floats]]
+Between = Mapping[tuple[int, int], tuple[Floats, Floats, Bools]]
 """By source and target stage: what a microbatch sends there and back, and if it does, [split]."""
 
 
 def _sent_between(costs: ItemCosts, stage_of: Cuts, num_stages: int) -> Between:
-    shape = num_stages, num_stages, len(stage_of)
-    forward, back, there = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    """What values send where items are in these stages, [item, split]."""
+    sends: list[tuple[Sent, Cuts, Cuts]] = []
+    there = np.zeros(num_stages**2, dtype=np.bool_)
     for value in costs.sent:
-        source, seen = stage_of[:, value.source], [stage_of[:, value.source]]
+        seen = [stage_of[value.source]]
         for item in value.targets:
-            target = stage_of[:, item]
-            rows = np.flatnonzero(np.all([target != other for other in seen], axis=0))
-            at = source[rows], target[rows], rows
-            forward[at] += value.forward_ps[-1]
-            back[at] += value.backward_ps[-1] if value.backward_ps else 0
-            there[at] = 1
+            target = stage_of[item]
+            splits = np.flatnonzero(np.all([target != other for other in seen], axis=0))
+            pairs = seen[0][splits] * num_stages + target[splits]
+            there[pairs] = True
+            sends.append((value, pairs, splits))
             seen.append(target)
-    pairs = combinations(range(num_stages), 2)
-    return {(s, t): (forward[s, t], back[s, t], there[s, t]) for s, t in pairs if there[s, t].any()}
+    known, rows = np.flatnonzero(there), np.cumsum(there) - 1
+    shape = len(known), stage_of.shape[1]
+    forward, back, some = np.zeros(shape), np.zeros(shape), np.zeros(shape, dtype=np.bool_)
+    for value, pairs, splits in sends:
+        at = rows[pairs], splits
+        forward[at] += value.forward_ps[-1]
+        if value.backward_ps:
+            back[at] += value.backward_ps[-1]
+        some[at] = True
+    return {
+        divmod(int(pair), num_stages): (forward[row], back[row], some[row])
+        for row, pair in enumerate(known)
+    }
 
 
 def _ways(passes: Floats, sent: Between, owner: Cuts) -> Floats:
-    """The longest way of a microbatch through stages that take `passes`, [split, stage]."""
+    """The longest way of a microbatch through stages that take `passes`, [stage, split]."""
     ways = passes.copy()
     for (source, target), (forward, back, there) in sent.items():
-        links = forward + back if owner[source] != owner[target] else 0.0
-        reached = ways[:, source] + links + passes[:, target]
-        ways[:, target] = np.maximum(ways[:, target], np.where(there > 0, reached, 0))
-    found: Floats = ways.max(axis=1)
+        reached = ways[source] + passes[target]
+        if owner[source] != owner[target]:
+            reached += forward + back
+        np.maximum(ways[target], reached, out=ways[target], where=there)
+    found: Floats = ways.max(axis=0)
     return found
 
 
