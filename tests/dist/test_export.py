@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 import yaml
 
 from parloom import cli
@@ -151,7 +152,7 @@ def test_workers_of_ray_compare_their_plans_before_the_script(
             module = ModuleType(name)
             module.ScalingConfig = None  # type: ignore[attr-defined]
             sys.modules[name] = module
-        store = dist.FileStore(str(tmp_path / "store"), 4)
+        store = FileStore(str(tmp_path / "store"), 4)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
         found = runpy.run_path(str(file))
         train = found["train"]

@@ -13,7 +13,7 @@ from parloom.cost.walk import Walker
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.fold import outline
-from parloom.ir.graph import FlatNode, Graph, Node
+from parloom.ir.graph import FlatNode, Graph, Node, below
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
@@ -193,7 +193,7 @@ class _Begun:
             undoing.decisions,
             stages=stages,
             rewrites=rewrites,
-            activations=tuple(self._activations()),
+            activations=tuple(_activations(self)),
         )
         factored = factorize(self.graph)
         cheaper = Cheaper(factored, base, undoing.walkers, undoing.fits, undoing.play)
@@ -246,29 +246,30 @@ class _Begun:
         said = restated if key in self.own else resembling
         return said(factors, given, rule, mesh), mesh
 
-    def _activations(self) -> Iterator[ActivationDecision]:
-        """What is made again: of operators that are gone, those that are back are."""
-        now: dict[str, list[FlatNode]] = {}
-        for flat in self.graph.flat():
-            now.setdefault(flat.prefix, []).append(flat)
-        names = {own: key for key, own in self.own.items()}
-        for found in self.undoing.decisions.activations:
-            if found.prefix not in now:
-                continue
-            inside = {flat.key: flat.node.key for flat in now[found.prefix]}
-            lists = []
-            for given in (found.values, found.moves):
-                own: set[str] = set()
-                for name in given:
-                    old = _joined(found.prefix, name)
-                    if old not in self.undoing._items:
-                        own.add(name)
-                    elif old in names:
-                        own.add(inside[names[old]])
-                    else:
-                        own |= {name for key, name in inside.items() if key in self.new}
-                lists.append(tuple(own))
-            yield replace(found, values=lists[0], moves=lists[1])
+
+def _activations(begun: _Begun) -> Iterator[ActivationDecision]:
+    """What is made again: of operators that are gone, those that are back are."""
+    now: dict[str, list[FlatNode]] = {}
+    for flat in begun.graph.flat():
+        now.setdefault(flat.prefix, []).append(flat)
+    names = {own: key for key, own in begun.own.items()}
+    for found in begun.undoing.decisions.activations:
+        if found.prefix not in now:
+            continue
+        inside = {flat.key: flat.node.key for flat in now[found.prefix]}
+        lists = []
+        for given in (found.values, found.moves):
+            own: set[str] = set()
+            for name in given:
+                old = below(found.prefix, name)
+                if old not in begun.undoing._items:
+                    own.add(name)
+                elif old in names:
+                    own.add(inside[names[old]])
+                else:
+                    own |= {name for key, name in inside.items() if key in begun.new}
+            lists.append(tuple(own))
+        yield replace(found, values=lists[0], moves=lists[1])
 
 
 _Stated = tuple[Factors, Mesh]
@@ -307,10 +308,6 @@ def _rules(graph: Graph) -> Rules:
 def _item(flat: FlatNode) -> str:
     """The item of main that has an operator."""
     return flat.prefix or flat.node.key
-
-
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}{'.' if prefix and not key.startswith(':') else ''}{key}"
 
 
 def _is_block(graph: Graph, module: str) -> bool:
