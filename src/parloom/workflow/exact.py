@@ -1,0 +1,176 @@
+"""The cheapest plan, by integer programming, with the bound that proves it.
+
+Waits are convex in the rates, so the program has lines below them; where a plan waits longer than
+its lines say, lines are added at its utilizations, and it is solved again. Each program is a
+relaxation, so its bound holds for the workflow.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from parloom.workflow.model import Workflow
+from parloom.workflow.plan import Flow, Load, Plan, flow_of, load_of
+from parloom.workflow.program import COST, Allowed, Place, Program
+from parloom.workflow.solve import Found, solve
+
+NOTHING = 1e-9
+LATE = 1e-6
+"""Share of the latency bound by which a plan may miss it: the solver's tolerance."""
+MOST_ROUNDS = 60
+
+
+def cheapest(
+    workflow: Workflow,
+    *,
+    method: str = "exact",
+    allowed: Allowed = lambda operator, worker: True,
+    start: Plan | None = None,
+    gap: float = 1e-7,
+    seconds: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan | None:
+    """The cheapest plan within `gap` of its bound, or the best when time or Ctrl-C ends it.
+
+    None where there is none; `start` is a plan to begin with, and the answer where none is better.
+    """
+    program = Program(workflow, COST, allowed)
+    ends = None if seconds is None else time.monotonic() + seconds
+    begin = _columns(program, start) if start is not None else None
+    bound = 0.0
+    best = start
+    for _ in range(MOST_ROUNDS):
+        left = None if ends is None else ends - time.monotonic()
+        found = solve(program.lp, gap, left, begin)
+        if found.infeasible:
+            return None
+        bound = max(bound, found.bound)
+        plan = _polished(program, found, gap) if found.values is not None else None
+        if plan is not None and _is_better(plan, best):
+            best = plan
+        stopped = found.interrupted or (ends is not None and time.monotonic() >= ends)
+        if stopped or found.values is None or best_is_proved(best, bound, gap):
+            break
+        progress(f"at least {bound:.4f} $/h; waits are longer than laid out, solving again")
+        if not _add_lines(program, found):
+            break
+        begin = None
+    if best is None:
+        if found.interrupted:
+            raise KeyboardInterrupt
+        return None
+    least = min(bound, best.usd_per_h)
+    return replace(best, method=method, bound_usd_per_h=least, interrupted=found.interrupted)
+
+
+def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
+    return best is not None and best.usd_per_h - bound <= gap * max(best.usd_per_h, NOTHING)
+
+
+def in_time(plan: Plan) -> bool:
+    most = plan.workflow.latency_s
+    return most is None or plan.latency_s <= most * (1 + LATE)
+
+
+def _is_better(plan: Plan, than: Plan | None) -> bool:
+    return in_time(plan) and (than is None or plan.usd_per_h < than.usd_per_h)
+
+
+def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
+    return {p: n for p, column in program.counts.items() if (n := round(values[column]))}
+
+
+def variants_in(program: Program, values: tuple[float, ...]) -> dict[str, str]:
+    return {name: v for (name, v), column in program.picks.items() if values[column] > 0.5}
+
+
+def _polished(program: Program, found: Found, gap: float) -> Plan | None:
+    """The plan of a solution, with rates and flows solved for its whole numbers."""
+    assert found.values is not None
+    variants, counts = variants_in(program, found.values), counts_in(program, found.values)
+    return routed(program.workflow, variants, counts, gap=gap, like=program)
+
+
+def routed(
+    workflow: Workflow,
+    variants: Mapping[str, str],
+    counts: Mapping[Place, int],
+    rates: Mapping[Place, float] | None = None,
+    *,
+    method: str = "",
+    gap: float = 1e-7,
+    like: Program | None = None,
+) -> Plan | None:
+    """The plan with these workers, whose rates (where not given) and flows cost least.
+
+    With a latency bound, and rates to choose, the plan keeps it, if that is possible.
+    """
+    plain = workflow if rates is None else replace(workflow, latency_s=None)
+    for _ in range(MOST_ROUNDS):
+        program = Program(plain) if like is None else Program(plain, allowed=like.allowed)
+        if like is not None:
+            program.lp.rows = list(like.lp.rows)
+        program.fix(variants, counts, rates)
+        program.lp.integers = [False] * len(program.lp.integers)
+        found = solve(program.lp, gap)
+        if found.values is None:
+            return None
+        plan = _plan(program, found.values, variants, counts, workflow, method)
+        if rates is not None or in_time(plan) or not _add_lines(program, found):
+            return plan
+        like = program
+    return plan
+
+
+def _plan(
+    program: Program,
+    values: tuple[float, ...],
+    variants: Mapping[str, str],
+    counts: Mapping[Place, int],
+    workflow: Workflow,
+    method: str,
+) -> Plan:
+    loads: list[Load] = []
+    for place, count in counts.items():
+        share = values[program.shares[place]]
+        if share > NOTHING:
+            loads.append(load_of(workflow, place, count, share * workflow.rates[place[0]]))
+    flows: list[Flow] = []
+    for key, column in program.flows.items():
+        if values[column] > NOTHING:
+            producer, _, consumer, *pair = key
+            edge = next(e for e in workflow.inputs(consumer) if e.producer == producer)
+            size = edge.size(variants.get(producer, ""))
+            rate = values[column] * workflow.rates[consumer]
+            flows.append(flow_of(workflow, producer, consumer, size, (pair[0], pair[1]), rate))
+    return Plan(workflow, method, dict(variants), tuple(loads), tuple(flows))
+
+
+def _add_lines(program: Program, found: Found) -> bool:
+    """Tangents where the solution waits longer than its lines say; whether there were any."""
+    assert found.values is not None
+    added = False
+    for place, column in program.times.items():
+        count, share = found.values[program.counts[place]], found.values[program.shares[place]]
+        if share <= NOTHING or count < 0.5:
+            continue
+        rate = program.workflow.rates[place[0]]
+        load = load_of(program.workflow, place, round(count), share * rate)
+        if load.time_s * share > found.values[column] * (1 + LATE / 10) + 1e-15:
+            # A queue that is always full has no line; one that is nearly full has a steep one.
+            steep = 1 - (1 - min(load.utilization, 1.0)) / 2 if load.utilization > 0.999 else 0.0
+            program.add_tangent(place, min(steep or load.utilization, 0.99999))
+            added = True
+    return added
+
+
+def _columns(program: Program, plan: Plan) -> dict[int, float]:
+    """A plan as values of the program's columns; those that follow are the solver's to find."""
+    values = {program.picks[item]: 1.0 for item in plan.variants.items()}
+    for load in plan.loads:
+        place = load.operator, load.variant, load.worker
+        if place not in program.counts:
+            return {}
+        values[program.counts[place]] = float(load.count)
+        values[program.shares[place]] = load.rate_per_s / plan.workflow.rates[load.operator]
+    return values
