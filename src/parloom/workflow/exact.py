@@ -5,6 +5,7 @@ its lines say, lines are added at its utilizations, and it is solved again. Each
 relaxation, so its bound holds for the workflow.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ from dataclasses import replace
 from parloom.workflow.model import Workflow
 from parloom.workflow.plan import Flow, Load, Plan, flow_of, load_of
 from parloom.workflow.program import COST, Allowed, Place, Program
+from parloom.workflow.queueing import balanced, together
 from parloom.workflow.solve import Found, solve
 
 NOTHING = 1e-9
@@ -77,7 +79,12 @@ def _is_better(plan: Plan, than: Plan | None) -> bool:
 
 
 def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
-    return {p: n for p, column in program.counts.items() if (n := round(values[column]))}
+    """Workers in use: one that has no share was no better left out, as it costs nothing."""
+    return {
+        place: round(values[column])
+        for place, column in program.counts.items()
+        if values[column] > 0.5 and values[program.shares[place]] > NOTHING
+    }
 
 
 def variants_in(program: Program, values: tuple[float, ...]) -> dict[str, str]:
@@ -130,11 +137,11 @@ def _plan(
     workflow: Workflow,
     method: str,
 ) -> Plan:
-    loads: list[Load] = []
-    for place, count in counts.items():
-        share = values[program.shares[place]]
-        if share > NOTHING:
-            loads.append(load_of(workflow, place, count, share * workflow.rates[place[0]]))
+    rates = {p: values[program.shares[p]] * workflow.rates[p[0]] for p in counts}
+    loads = tuple(
+        load_of(workflow, place, counts[place], rate)
+        for place, rate in _balanced(workflow, counts, rates).items()
+    )
     flows: list[Flow] = []
     for key, column in program.flows.items():
         if values[column] > NOTHING:
@@ -143,7 +150,33 @@ def _plan(
             size = edge.size(variants.get(producer, ""))
             rate = values[column] * workflow.rates[consumer]
             flows.append(flow_of(workflow, producer, consumer, size, (pair[0], pair[1]), rate))
-    return Plan(workflow, method, dict(variants), tuple(loads), tuple(flows))
+    return Plan(workflow, method, dict(variants), loads, tuple(flows))
+
+
+def _balanced(
+    workflow: Workflow, counts: Mapping[Place, int], rates: Mapping[Place, float]
+) -> dict[Place, float]:
+    """The same rate of each operator in each tier, shared so that it waits least.
+
+    Dollars depend on tiers alone.
+    """
+    groups: dict[tuple[str, int], list[Place]] = {}
+    for place in counts:
+        groups.setdefault((place[0], workflow.worker(place[2]).tier), []).append(place)
+    found = {}
+    for (name, _), places in groups.items():
+        rate = math.fsum(rates[place] for place in places)
+        if rate <= NOTHING * workflow.rates[name]:
+            continue
+        workers = {
+            worker: (counts[place], workflow.operator(name).variant(variant).latency_s[worker])
+            for place in places
+            for _, variant, worker in [place]
+        }
+        others = together(workflow)[name]
+        shares = balanced(workers, rate, workflow.rates[name], others)
+        found |= {place: shares[place[2]] for place in places if shares[place[2]] > 0}
+    return found
 
 
 def _add_lines(program: Program, found: Found) -> bool:

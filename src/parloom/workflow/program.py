@@ -7,6 +7,7 @@ consumer's rate. One worker's part of its type's share is the same for all, whic
 beats: costs depend on sums only, and waits are convex.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from parloom.workflow.model import Edge, Operator, Variant, Worker, Workflow
 from parloom.workflow.queueing import UTILIZATIONS, tangent, together
 
 HOUR_S = 3600.0
+MOST_DIVISORS = 12
+LEAST_PART, ROUNDING = 1e-3, 1e-9
 Place = tuple[str, str, str]
 """An operator, its variant, and a type of workers."""
 FlowKey = tuple[str, str, str, int, int]
@@ -96,22 +99,53 @@ class Program:
         self, operator: Operator, variant: Variant, pick: int, rate: float
     ) -> list[int]:
         shares = []
+        cover: dict[int, float] = {}
         for name, latency in variant.latency_s.items():
             worker = self.workflow.worker(name)
             if not self.allowed(operator, worker):
                 continue
             place = operator.name, variant.name, name
             capacity = 1 / (latency * rate)  # share of the rate that one worker carries
-            most = worker.count
+            enough = math.ceil(1 / capacity * (1 - ROUNDING))
+            most = worker.count if self.timed else min(worker.count, enough)
             if self.goal.more_workers:
-                most = max(most, int(1 / capacity) + 2)
+                most = enough
             count = self.lp.column(self.paid(worker.usd_per_h), high=float(most), integer=True)
             share = self.lp.column(0.0, high=1.0)
             self.lp.row({share: 1.0, count: -min(capacity, 1.0)}, high=0.0)
-            self.lp.row({count: 1.0, pick: -float(most)}, high=0.0)
             self.counts[place], self.shares[place] = count, share
             shares.append(share)
+            cover[count] = capacity
+        if self.scale is None:
+            self._cover(cover, pick)
         return shares
+
+    def _cover(self, capacities: Mapping[int, float], pick: int) -> None:
+        """Rows on counts alone that whole numbers imply: workers come in no parts.
+
+        Of sum a n >= pick, mixed-integer rounding for the divisor d: with b = 1 / d, f = b - floor b,
+        sum (floor(a b) f + min(f, a b - floor(a b))) n >= f ceil(b) pick.
+        """
+        if not capacities:
+            return
+        self.lp.row({**capacities, pick: -1.0}, low=0.0)
+        paid = sorted(capacities, key=lambda c: self.lp.costs[c] / capacities[c])
+        for divisor in {round(capacities[c], 9) for c in paid[:MOST_DIVISORS]}:
+            whole = math.floor(1 / divisor)
+            part = 1 / divisor - whole
+            if part < LEAST_PART:
+                continue
+            terms = {}
+            for column, capacity in capacities.items():
+                times = min(capacity, 1.0) / divisor
+                under = math.floor(times + ROUNDING)
+                terms[column] = under * part + min(part, max(0.0, times - under) + ROUNDING)
+            self.lp.row({**terms, pick: -part * (whole + 1)}, low=0.0)
+
+    def capacity(self, place: Place) -> float:
+        """The share of its operator's rate that one worker carries."""
+        latency = self.workflow.operator(place[0]).variant(place[1]).latency_s[place[2]]
+        return 1 / (latency * self.workflow.rates[place[0]])
 
     def _workers(self) -> None:
         for worker in self.workflow.workers:

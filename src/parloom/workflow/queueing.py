@@ -7,12 +7,14 @@ message waits for those of its own request, too: on average b of all workers', o
 share comes to this one, and the wait is latency x (u + b x rate / all) / (2 (1 - u)).
 """
 
+import math
 from collections.abc import Mapping
 
 from parloom.workflow.model import Workflow
 
 UTILIZATIONS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Where waits are laid tangents from the start."""
+FULL, BISECTIONS = 1e-9, 200
 
 
 def together(workflow: Workflow) -> Mapping[str, float]:
@@ -50,3 +52,34 @@ def tangent(utilization: float, batch: float) -> tuple[float, float]:
     slope = 1 + more * (2 * u - u * u) / (2 * (1 - u) ** 2)
     value = u + more * u * u / (2 * (1 - u))
     return slope, value - slope * u
+
+
+def balanced(
+    workers: Mapping[str, tuple[int, float]], rate_per_s: float, all_per_s: float, others: float
+) -> dict[str, float]:
+    """A rate over workers, (count, latency) by type, so that all its requests' mean time is least.
+
+    The time of one request more is then the same at all that are used. With f as for `tangent`,
+    latency x f'(u) = that time is u = 1 - 1 / sqrt(1 + 2 c), c = (time / latency - 1) / (1 + batch).
+    """
+    capacity = math.fsum(count / latency for count, latency in workers.values())
+    if rate_per_s >= capacity * (1 - FULL):
+        share = rate_per_s / capacity
+        return {name: share * count / latency for name, (count, latency) in workers.items()}
+
+    def rates(time_s: float) -> dict[str, float]:
+        found = {}
+        for name, (count, latency) in workers.items():
+            c = (time_s / latency - 1) / (1 + others / (all_per_s * latency))
+            found[name] = (1 - 1 / math.sqrt(1 + 2 * c)) * count / latency if c > 0 else 0.0
+        return found
+
+    low = high = min(latency for _, latency in workers.values())
+    while math.fsum(rates(high).values()) < rate_per_s:
+        high *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.fsum(rates(middle).values()) < rate_per_s else (low, middle)
+    found = rates(high)
+    scale = rate_per_s / math.fsum(found.values())
+    return {name: rate * scale for name, rate in found.items()}
