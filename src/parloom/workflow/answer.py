@@ -1,7 +1,6 @@
 """A method's plan of a workflow, or why there is none: how far it is, and what would do."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -130,11 +129,6 @@ def _too_slow(workflow: Workflow, most_s: float) -> None:
         f" is asked for, and none is below {format_seconds(found.bound)}",
         {"latency_bound_s": most_s, "least_latency_s": found.bound},
     )
-
-
-def two_way(workflow: Workflow, traffic: str | None) -> Workflow:
-    """The workflow with messages one way or both ways, where that is asked for."""
-    return workflow if traffic is None else replace(workflow, two_way=traffic == "two-way")
 
 
 def _percent(share: float) -> str:

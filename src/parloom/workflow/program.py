@@ -124,7 +124,7 @@ class Program:
         """Rows on counts alone that whole numbers imply: workers come in no parts.
 
         Of sum a n >= pick, mixed-integer rounding for the divisor d: with b = 1 / d, f = b - floor b,
-        sum (floor(a b) f + min(f, a b - floor(a b))) n >= f ceil(b) pick.
+        sum (floor(a b) + min(1, (a b - floor(a b)) / f)) n >= ceil(b) pick.
         """
         if not capacities:
             return
@@ -139,8 +139,8 @@ class Program:
             for column, capacity in capacities.items():
                 times = min(capacity, 1.0) / divisor
                 under = math.floor(times + ROUNDING)
-                terms[column] = under * part + min(part, max(0.0, times - under) + ROUNDING)
-            self.lp.row({**terms, pick: -part * (whole + 1)}, low=0.0)
+                terms[column] = under + min(1.0, max(0.0, times - under) / part + ROUNDING)
+            self.lp.row({**terms, pick: -(whole + 1.0)}, low=0.0)
 
     def capacity(self, place: Place) -> float:
         """The share of its operator's rate that one worker carries."""

@@ -36,12 +36,34 @@ Latencies = Mapping[tuple[str, str], Mapping[str, float]]
 
 def load(path: str | Path) -> Workflow:
     """The workflow of a file; raises `InputError` with file:line:column."""
+    return read_workflow(_text(path), str(path))
+
+
+def _text(path: str | Path) -> str:
     data = read_input(Path(path), "the workflow", MOST_BYTES)
     try:
-        text = data.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError:
         raise InputError(f"cannot read the workflow {path}: it is not UTF-8 text") from None
-    return read_workflow(text, str(path))
+
+
+def models(path: str | Path) -> dict[tuple[str, str], str]:
+    """The PyTorch models that a file names, by operator and variant; it may lack their latencies.
+
+    Raises `InputError` where there are none.
+    """
+    root = read(_text(path), str(path))
+    section = root.section("operators")
+    found = {}
+    for operator in section.named():
+        variants = section.section(operator).section("variants")
+        for variant in variants.named():
+            own = variants.section(variant)
+            if own.has("model"):
+                found[operator, variant] = own.text("model")
+    if not found:
+        raise section.error(section.node, "no variant has a `model`, as zoo:resnet, to be timed")
+    return found
 
 
 def read_workflow(text: str, where: str) -> Workflow:

@@ -11,7 +11,7 @@ A network without loops needs no list of events: operators are played in order, 
 departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1)) + latency.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from parloom.workflow.plan import Load, Plan
 
 Times = NDArray[np.float64]
 Whole = NDArray[np.int64]
+Queue = Callable[[Times, float, Load, np.random.Generator], Times]
 WARM_UP = 0.1
 PARTS = 20
 """Of the run, for the error of a mean."""
@@ -56,8 +57,21 @@ class _Stream:
     tier: Whole
 
 
-def play(plan: Plan, requests: int = 200_000, seed: int = 0) -> Played:
-    """Play so many requests; the same seed plays the same."""
+def end_to_end_s(plan: Plan, requests: int = 40_000) -> float:
+    """The mean time from a request's start to its last result, joins waited for, if every wait were
+    as in an M/D/1 queue by itself; infinite where one has no mean.
+    """
+    if not np.isfinite(plan.latency_s):
+        return float("inf")
+    return play(plan, requests, independent=True).end_to_end_s
+
+
+def play(
+    plan: Plan, requests: int = 200_000, seed: int = 0, *, independent: bool = False
+) -> Played:
+    """Play so many requests; the same seed plays the same. `independent` draws each wait from the
+    distribution of its queue, whatever the other requests do.
+    """
     workflow = plan.workflow
     rng = np.random.default_rng(seed)
     fastest = max(source.rate_per_s for source in workflow.sources)
@@ -83,7 +97,8 @@ def play(plan: Plan, requests: int = 200_000, seed: int = 0) -> Played:
             came, on_its_way = _arrivals(plan, edge, streams[edge.producer], request, index, number, tier)
             edges[edge.producer, name] = float(on_its_way[warm].mean())
             arrival = np.maximum(arrival, came)
-        done = _served(plan, loads, arrival, tier, rng, busy, float(starts[-1]))
+        queue = _drawn_waits if independent else _waits
+        done = _served(plan, loads, arrival, tier, rng, busy, float(starts[-1]), queue)
         spent[name] = float((done - arrival)[warm].mean())
         streams[name] = _Stream(request, done, tier)
     return _measured(plan, starts, streams, spent, edges, busy)
@@ -140,6 +155,7 @@ def _served(
     rng: np.random.Generator,
     busy: dict[tuple[str, str], float],
     span_s: float,
+    queue: Queue,
 ) -> Times:
     """When each message is done, by the worker that it is sent to."""
     done = np.zeros(len(arrival))
@@ -157,12 +173,28 @@ def _served(
             latency = plan.workflow.operator(load.operator).variant(load.variant)
             service = latency.latency_s[load.worker]
             order = messages[np.argsort(arrival[messages], kind="stable")]
-            steps = service * np.arange(len(order))
-            done[order] = np.maximum.accumulate(arrival[order] - steps) + steps + service
+            done[order] = arrival[order] + queue(arrival[order], service, load, rng) + service
             key = load.operator, load.worker
             share = len(order) * service / span_s / load.count
             busy[key] = busy.get(key, 0.0) + share
     return done
+
+
+def _waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
+    """Before one worker, of messages in order of arrival."""
+    steps = service_s * np.arange(len(arrival))
+    return np.maximum.accumulate(arrival - steps) + steps - arrival
+
+
+def _drawn_waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
+    """By Pollaczek and Khinchine: a geometric number of uniform parts of a service, stretched to
+    the mean where messages arrive together.
+    """
+    parts = rng.geometric(1 - load.utilization, len(arrival)) - 1
+    of = np.repeat(np.arange(len(arrival)), parts)
+    drawn = np.bincount(of, rng.random(len(of)), len(arrival)) * service_s
+    plain = service_s * load.utilization / (2 * (1 - load.utilization))
+    return np.asarray(drawn * ((load.time_s - service_s) / plain if plain else 0.0))
 
 
 def _measured(

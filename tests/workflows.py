@@ -1,0 +1,319 @@
+"""Random workflows, and an oracle that enumerates: it shares no formula with the planner.
+
+Workers are looked at one by one, and flows go from worker to worker.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, product
+from random import Random
+
+from parloom.search.linear import LinearProgram
+from parloom.workflow.model import (
+    Accuracy,
+    Edge,
+    Link,
+    Operator,
+    Rule,
+    Sample,
+    Source,
+    Variant,
+    Worker,
+    Workflow,
+)
+
+HOUR_S = 3600
+
+
+def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
+    """A workflow of one to `most` operators, each of which few workers can run."""
+    rng = Random(seed)
+    num_tiers = rng.choice([1, 2, 2, 2, 3])
+    size = rng.randint(1, most)
+    rule = rng.choice(list(Rule))
+    num_workers = rng.randint(size, size + 3)
+    workers = tuple(
+        Worker(
+            f"w{i}",
+            i if i < num_tiers else rng.randrange(num_tiers),
+            rng.choice([0.0, 0.1, 0.2, 0.3, 0.5, 0.8]) if i else 0.4,
+            rng.choice([1, 1, 1, 2]) if num_workers < 7 else 1,
+        )
+        for i in range(max(num_workers, num_tiers))
+    )
+    sources = tuple(
+        Source(f"s{i}", rng.choice([10.0, 10.0, 20.0]), rng.randrange(num_tiers) if i else 0)
+        for i in range(rng.choice([1, 1, 2]))
+    )
+    edges: list[Edge] = []
+    shape: dict[str, list[str]] = {}
+    for i in range(size):
+        before = [f"o{j}" for j in range(i)]
+        several = rng.sample(before, min(len(before), rng.choice([1, 1, 2])))
+        if not several or rng.random() < 0.2:
+            several = list(dict.fromkeys([*several[:1], rng.choice(sources).name]))
+        shape[f"o{i}"] = several
+    for source in sources:
+        if all(source.name not in several for several in shape.values()):
+            shape["o0"].append(source.name)
+    operators = tuple(
+        Operator(name, tuple(_variants(rng, rule, workers, [n for n in several if n[0] == "o"])))
+        for name, several in shape.items()
+    )
+    for name, several in shape.items():
+        for producer in several:
+            sizes = {"": rng.choice([0.0, 1e3, 1e5, 1e6])}
+            variants = next((o.variants for o in operators if o.name == producer), ())
+            if variants and rng.random() < 0.4:
+                sizes = {v.name: rng.choice([1e3, 1e5, 1e6]) for v in variants}
+            edges.append(Edge(producer, name, sizes, rng.choice([1.0, 1.0, 1.0, 0.5, 2.0])))
+    links = {}
+    for sender, receiver in product(range(num_tiers), repeat=2):
+        if sender != receiver and rng.random() < 0.85:
+            bandwidth = rng.choice([float("inf"), float("inf"), 2e7, 5e6])
+            price = rng.choice([0.0, 0.02, 0.1]) / 1e9
+            links[sender, receiver] = Link(price, bandwidth, rng.choice([0.0, 0.01]))
+    return Workflow(
+        f"drawn {seed}",
+        tuple(f"tier {i}" for i in range(num_tiers)),
+        sources,
+        operators,
+        tuple(edges),
+        workers,
+        links,
+        _accuracy(rng, rule, operators),
+        rng.choice([0.3, 0.6, 1.5]) if latency else None,
+        rng.random() < 0.5,
+    )
+
+
+def _variants(
+    rng: Random, rule: Rule, workers: tuple[Worker, ...], inputs: list[str]
+) -> Iterator[Variant]:
+    able = rng.sample(workers, min(len(workers), rng.choice([2, 3, 3])))
+    for index in range(rng.choice([1, 2, 2])):
+        latencies = {w.name: rng.choice([0.02, 0.03, 0.05, 0.08, 0.1]) for w in able}
+        own = rng.choice([0.7, 0.8, 0.9, 0.95])
+        samples: tuple[Sample, ...] = ()
+        if rule is Rule.PROFILES:
+            levels = [0.5, 0.8] if inputs else [0.0]
+            samples = tuple(
+                Sample(dict.fromkeys(inputs, level), min(1.0, own * (1 - 0.2 * (k == 0))))
+                for k, level in enumerate(levels)
+            )
+        yield Variant(f"v{index}", latencies, own, samples)
+
+
+def _accuracy(rng: Random, rule: Rule, operators: tuple[Operator, ...]) -> Accuracy:
+    if rule is Rule.NONE:
+        return Accuracy()
+    if rule is not Rule.TABLE:
+        return Accuracy(rule, rng.choice([0.3, 0.5, 0.6, 0.7]))
+    some = rng.sample(operators, min(len(operators), 2))
+    rows = product(*([v.name for v in o.variants] for o in some))
+    table = {row: rng.choice([0.5, 0.6, 0.7, 0.8]) for row in rows if rng.random() < 0.9}
+    return Accuracy(rule, rng.choice([0.5, 0.6, 0.7]), tuple(o.name for o in some), table)
+
+
+# --- the oracle ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class One:
+    """One worker."""
+
+    kind: Worker
+    number: int
+
+
+def least_dollars(workflow: Workflow, *, exclusive: bool = True) -> float | None:
+    """The cost of the cheapest plan, by enumeration; None where there is none."""
+    best: float | None = None
+    ones = [One(worker, n) for worker in workflow.workers for n in range(worker.count)]
+    for chosen in product(*(o.variants for o in workflow.operators)):
+        variants = {o.name: v for o, v in zip(workflow.operators, chosen, strict=True)}
+        if not accurate(workflow, variants):
+            continue
+        for paid, given in _deployments(workflow, variants, ones, best, exclusive):
+            if best is not None and paid >= best - 1e-12:
+                continue
+            traffic = _traffic(workflow, variants, given)
+            if traffic is not None and (best is None or paid + traffic < best):
+                best = paid + traffic
+    return best
+
+
+def accurate(workflow: Workflow, variants: dict[str, Variant]) -> bool:
+    """Whether each result is as accurate as asked for."""
+    want = workflow.accuracy
+    if want.rule is Rule.NONE:
+        return True
+    if want.rule is Rule.TABLE:
+        row = tuple(variants[name].name for name in want.operators)
+        return want.table.get(row, 0.0) >= want.floor - 1e-12
+    senders = {o.name: [e.producer for e in workflow.edges if e.consumer == o.name] for o in workflow.operators}
+    names = [o.name for o in workflow.operators]
+    results = [n for n in names if not any(n in several for several in senders.values())]
+
+    def behind(name: str) -> set[str]:
+        return {name}.union(*(behind(n) for n in senders[name] if n in names))
+
+    def reached(name: str) -> float:
+        found = 0.0
+        for sample in variants[name].samples:
+            if all(reached(n) >= level for n, level in sample.inputs.items()):
+                found = max(found, sample.output)
+        return found
+
+    for name in results:
+        value = reached(name)
+        if want.rule is Rule.PRODUCT:
+            value = 1.0
+            for one in behind(name):
+                value *= variants[one].accuracy
+        if value < want.floor - 1e-12:
+            return False
+    return True
+
+
+def rate(workflow: Workflow, name: str) -> float:
+    for source in workflow.sources:
+        if source.name == name:
+            return source.rate_per_s
+    return min(rate(workflow, e.producer) * e.ratio for e in workflow.edges if e.consumer == name)
+
+
+Given = dict[str, tuple[One, ...]]
+
+
+def _deployments(
+    workflow: Workflow,
+    variants: dict[str, Variant],
+    ones: list[One],
+    best: float | None,
+    exclusive: bool,
+) -> Iterator[tuple[float, Given]]:
+    """Sets of workers of each operator that carry its rate, and their price."""
+    options = []
+    for operator in workflow.operators:
+        latency, fits = variants[operator.name].latency_s, []
+        able = [one for one in ones if one.kind.name in latency]
+        for count in range(1, len(able) + 1):
+            for several in combinations(able, count):
+                carried = sum(1 / latency[one.kind.name] for one in several)
+                if carried >= rate(workflow, operator.name) * (1 - 1e-9):
+                    fits.append((sum(one.kind.usd_per_h for one in several), several))
+        options.append(sorted(fits, key=lambda fit: fit[0]))
+
+    def deploy(position: int, paid: float, given: Given, used: set[One]) -> Iterator[tuple[float, Given]]:
+        if best is not None and paid >= best:
+            return
+        if position == len(options):
+            yield paid, given
+            return
+        name = workflow.operators[position].name
+        for price, several in options[position]:
+            if not exclusive or not used & set(several):
+                yield from deploy(
+                    position + 1, paid + price, {**given, name: several}, used | set(several)
+                )
+
+    yield from deploy(0, 0.0, {}, set())
+
+
+def _traffic(workflow: Workflow, variants: dict[str, Variant], given: Given) -> float | None:
+    """The least dollars of messages between these workers; None where they cannot flow, or come
+    too late.
+    """
+    lp = LinearProgram()
+    loads: dict[str, dict[object, int]] = {}
+    tiers: dict[object, int] = {}
+    rows: list[tuple[dict[int, float], float, float]] = []
+    times: dict[str, dict[int, float]] = {}
+    late = workflow.latency_s
+    for name, several in given.items():
+        whole, latency = rate(workflow, name), variants[name].latency_s
+        loads[name] = {}
+        times[name] = {}
+        for one in several:
+            speed = 1 / latency[one.kind.name]
+            column = lp.column(0.0, high=speed)
+            loads[name][one] = column
+            tiers[one] = one.kind.tier
+            if late is not None:
+                waiting = _waiting(workflow, name, column, latency[one.kind.name], lp, rows)
+                times[name][waiting] = 1 / whole
+        rows.append((dict.fromkeys(loads[name].values(), 1.0), whole, whole))
+    for source in workflow.sources:
+        tiers[source.name] = source.tier
+    carried: dict[tuple[int, int], dict[int, float]] = {}
+    done = {name: lp.column(0.0) for name in given} if late is not None else {}
+    for edge in workflow.edges:
+        senders: list[object] = list(given.get(edge.producer, (edge.producer,)))
+        size = edge.num_bytes.get("", 0.0)
+        if edge.producer in variants and "" not in edge.num_bytes:
+            size = edge.num_bytes[variants[edge.producer].name]
+        into: dict[object, dict[int, float]] = {one: {} for one in given[edge.consumer]}
+        moving: dict[int, float] = {}
+        for sender in senders:
+            out: dict[int, float] = {}
+            for one in given[edge.consumer]:
+                pair = tiers[sender], tiers[one]
+                if pair[0] > pair[1] and not workflow.two_way:
+                    continue
+                link = workflow.links.get(pair) or (Link() if pair[0] == pair[1] else None)
+                if link is None:
+                    continue
+                flow = lp.column(size * link.usd_per_byte * HOUR_S)
+                out[flow] = into[one][flow] = 1.0
+                moving[flow] = (link.latency_s + size / link.bytes_per_s) / rate(workflow, edge.consumer)
+                carried.setdefault(pair, {})[flow] = size
+            if edge.producer in given:
+                rows.append(({**out, loads[edge.producer][sender]: -edge.ratio}, -1e30, 0.0))
+            else:
+                rows.append((out, -1e30, rate(workflow, edge.producer) * edge.ratio))
+        for one, flows in into.items():
+            rows.append(({**flows, loads[edge.consumer][one]: -1.0}, 0.0, 0.0))
+        if late is not None:
+            terms = {done[edge.consumer]: 1.0, **{c: -a for c, a in moving.items()}}
+            for column, part in times[edge.consumer].items():
+                terms[column] = -part
+            if edge.producer in done:
+                terms[done[edge.producer]] = -1.0
+            rows.append((terms, 0.0, 1e30))
+    for pair, flows in carried.items():
+        if pair in workflow.links and workflow.links[pair].bytes_per_s != float("inf"):
+            rows.append((flows, -1e30, workflow.links[pair].bytes_per_s))
+    for column in done.values():
+        rows.append(({column: 1.0}, -1e30, late or 0.0))
+    for terms, low, high in rows:
+        lp.row(terms, low, high)
+    answer = lp.solve()
+    return None if answer is None else answer.cost
+
+
+def _waiting(
+    workflow: Workflow,
+    name: str,
+    load: int,
+    latency: float,
+    lp: LinearProgram,
+    rows: list[tuple[dict[int, float], float, float]],
+) -> int:
+    """A column of requests at one worker (rate x mean time), above many tangents of it."""
+    whole = rate(workflow, name)
+    ratio = max(e.ratio for e in workflow.edges if e.consumer == name)
+    others = {1.0: 0.0, 0.5: 0.0, 2.0: 1.0}[ratio]
+
+    def present(y: float) -> float:
+        busy = y * latency
+        wait = latency * (busy + others * y / whole) / (2 * (1 - busy))
+        return y * (latency + wait)
+
+    column = lp.column(0.0)
+    grid = [k / 150 for k in range(150)] + [0.995, 0.997, 0.999, 0.9995]
+    for busy in grid:
+        y, step = busy / latency, 1e-6 / latency
+        slope = (present(y + step) - present(max(0.0, y - step))) / (y + step - max(0.0, y - step))
+        rows.append(({column: 1.0, load: -slope}, present(y) - slope * y - 1e-9, 1e30))
+    return column
