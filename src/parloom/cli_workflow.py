@@ -137,7 +137,12 @@ def profile(
     path = write_atomic(out, profile_text(found))
     if as_json:
         entries = [
-            {"operator": operator, "variant": variant, "latency_s": s, "spread": found.spread[key]}
+            {
+                "operator": operator,
+                "variant": variant,
+                "latency_s": s,
+                "spread": found.spread.get(key),
+            }
             for key, s in found.latency_s.items()
             for operator, variant in [key]
         ]

@@ -89,12 +89,17 @@ def _in_time(plan: Plan) -> bool | None:
 def plan_screen(plan: Plan, end_to_end_s: float, next_command: str) -> RenderableType:
     """What is deployed where, what it costs, and what it reaches."""
     workflow = plan.workflow
-    lines: list[RenderableType] = [Text(f"{workflow.name}: {plan.method}, {_traffic(workflow)} traffic")]
+    lines: list[RenderableType] = [
+        Text(f"{workflow.name}: {plan.method}, {_traffic(workflow)} traffic")
+    ]
     lines += [Text(_cost_words(plan)), *map(Text, _reached(plan, end_to_end_s))]
     lines += [Text(""), _workers_table(plan), Text(""), _flows_table(plan)]
     full = sorted({load.worker for load in plan.loads if load.utilization >= 1 - 1e-9})
     if full:
-        lines += [Text(""), Text(f"{', '.join(full)}: busy all the time, so that waits grow for ever;")]
+        lines += [
+            Text(""),
+            Text(f"{', '.join(full)}: busy all the time, so that waits grow for ever;"),
+        ]
         lines += [Text("a latency_bound in the file leaves room")]
     if workflow.assumed:
         lines += [Text(""), *(Text(f"assumed {line}") for line in workflow.assumed)]
@@ -180,6 +185,7 @@ def dollars(usd: float) -> str:
 
 
 def seconds(time_s: float) -> str:
+    """A time, where it has a mean."""
     return format_seconds(time_s) if math.isfinite(time_s) else "unbounded"
 
 
@@ -228,6 +234,7 @@ def played_document(plan: Plan, end_to_end_s: float, played: Played, seed: int) 
 
 
 def slowest_rate(workflow: Workflow) -> float:
+    """Of all results."""
     return min(workflow.rates[sink] for sink in workflow.sinks)
 
 

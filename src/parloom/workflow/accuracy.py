@@ -27,6 +27,7 @@ def best_accuracy(workflow: Workflow, chosen: Chosen) -> float | None:
 
 
 def meets(workflow: Workflow, accuracy: float | None) -> bool:
+    """Whether an accuracy is at the floor, but for rounding."""
     return accuracy is None or accuracy >= workflow.accuracy.floor * (1 - ROUNDING)
 
 
@@ -37,7 +38,9 @@ def _best(workflow: Workflow, allowed: Mapping[str, Sequence[str]]) -> float | N
     if rule is Rule.TABLE:
         names = workflow.accuracy.operators
         rows = workflow.accuracy.table.items()
-        fits = [a for row, a in rows if all(v in allowed[n] for n, v in zip(names, row, strict=True))]
+        fits = [
+            a for row, a in rows if all(v in allowed[n] for n, v in zip(names, row, strict=True))
+        ]
         return max(fits, default=0.0)
     variants = {
         operator.name: [v for v in operator.variants if v.name in allowed[operator.name]]
@@ -94,7 +97,11 @@ def _add_table(
     program.row(dict.fromkeys(columns, 1.0), low=1.0, high=1.0)
     for position, name in enumerate(names):
         for variant in workflow.operator(name).variants:
-            terms = {c: 1.0 for c, row in zip(columns, rows, strict=True) if row[position] == variant.name}
+            terms = {
+                c: 1.0
+                for c, row in zip(columns, rows, strict=True)
+                if row[position] == variant.name
+            }
             program.row({**terms, picks[name, variant.name]: -1.0}, low=0.0, high=0.0)
 
 

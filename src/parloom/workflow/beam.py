@@ -108,7 +108,8 @@ def _orders(workflow: Workflow) -> Iterator[tuple[Operator, ...]]:
     """Topological orders, one at a time."""
     operators = {operator.name for operator in workflow.operators}
     before = {
-        o.name: {e.producer for e in workflow.inputs(o.name)} & operators for o in workflow.operators
+        o.name: {e.producer for e in workflow.inputs(o.name)} & operators
+        for o in workflow.operators
     }
     by_name = {operator.name: operator for operator in workflow.operators}
 

@@ -1,6 +1,7 @@
 """What any file of a workflow has to hold, whatever its format, told with line and column."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from parloom.cost.strict_yaml import Section
 from parloom.errors import nearest
@@ -11,7 +12,8 @@ def known(section: Section, key: str, what: str, names: Sequence[str]) -> str:
     """The name at `key`, which is one of `names`."""
     name = section.text(key)
     if name not in names:
-        raise section.error(section.get(key), f"{key}: unknown {what} {name!r}{nearest(name, names)}")
+        hint = nearest(name, names)
+        raise section.error(section.get(key), f"{key}: unknown {what} {name!r}{hint}")
     return name
 
 
@@ -22,7 +24,7 @@ def check_graph(
     operators: tuple[Operator, ...],
     edges: tuple[Edge, ...],
 ) -> None:
-    """Raise `InputError` unless the edges make a graph from sources to results; `key` lists them."""
+    """Raise `InputError` unless the edges, listed at `key`, lead from sources to results."""
     sections = root.sections(key)
     pairs: set[tuple[str, str]] = set()
     for section, edge in zip(sections, edges, strict=True):
@@ -36,24 +38,26 @@ def check_graph(
         last = next(
             section
             for section, edge in reversed(list(zip(sections, edges, strict=True)))
-            if (edge.producer, edge.consumer) in zip(ring, ring[1:], strict=False)
+            if (edge.producer, edge.consumer) in pairwise(ring)
         )
         raise last.error(last.node, f"a cycle: {' -> '.join(ring)}; messages only go forward")
-    places = {"sources": sources, "operators": operators}
     for operator in operators:
         if not drawn.inputs(operator.name):
             own = root.section("operators") if root.has("operators") else root
             message = f"operator {operator.name!r} gets no messages; list them under {key!r}"
             raise own.error(own.key(operator.name), message)
     read = {edge.producer for edge in edges}
-    for source in places["sources"]:
+    for source in sources:
         if source.name not in read:
             own = root.section("sources")
             raise own.error(own.key(source.name), f"nothing reads the source {source.name!r}")
 
 
 def check_workers(
-    root: Section, tiers: tuple[str, ...], workers: tuple[Worker, ...], operators: tuple[Operator, ...]
+    root: Section,
+    tiers: tuple[str, ...],
+    workers: tuple[Worker, ...],
+    operators: tuple[Operator, ...],
 ) -> None:
     """Raise `InputError` for a tier without workers."""
     for position, tier in enumerate(tiers):

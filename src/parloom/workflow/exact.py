@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from parloom.workflow.model import Workflow
-from parloom.workflow.plan import Flow, Load, Plan, flow_of, load_of
+from parloom.workflow.plan import Flow, Plan, flow_of, load_of
 from parloom.workflow.program import COST, Allowed, Place, Program
 from parloom.workflow.queueing import balanced, together
 from parloom.workflow.solve import Found, solve
@@ -66,10 +66,12 @@ def cheapest(
 
 
 def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
+    """Whether the bound is as near as asked for."""
     return best is not None and best.usd_per_h - bound <= gap * max(best.usd_per_h, NOTHING)
 
 
 def in_time(plan: Plan) -> bool:
+    """Whether the plan keeps the latency bound, if there is one."""
     most = plan.workflow.latency_s
     return most is None or plan.latency_s <= most * (1 + LATE)
 
@@ -88,6 +90,7 @@ def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
 
 
 def variants_in(program: Program, values: tuple[float, ...]) -> dict[str, str]:
+    """The variant of each operator."""
     return {name: v for (name, v), column in program.picks.items() if values[column] > 0.5}
 
 
@@ -163,7 +166,7 @@ def _balanced(
     groups: dict[tuple[str, int], list[Place]] = {}
     for place in counts:
         groups.setdefault((place[0], workflow.worker(place[2]).tier), []).append(place)
-    found = {}
+    found: dict[Place, float] = {}
     for (name, _), places in groups.items():
         rate = math.fsum(rates[place] for place in places)
         if rate <= NOTHING * workflow.rates[name]:

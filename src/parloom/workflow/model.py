@@ -158,9 +158,10 @@ class Workflow:
     def cycle(self) -> tuple[str, ...] | None:
         """Operators that wait for each other, if there are any."""
         try:
-            return None if self.order else None
+            self.order  # noqa: B018 - what it raises is the answer
         except CycleError as error:
             return tuple(reversed(error.args[1]))
+        return None
 
     @cached_property
     def rates(self) -> Mapping[str, float]:

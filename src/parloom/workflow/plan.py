@@ -130,8 +130,14 @@ def load_of(workflow: Workflow, place: Place, count: int, rate_per_s: float) -> 
 
 
 def flow_of(
-    workflow: Workflow, producer: str, consumer: str, size: float, pair: tuple[int, int], rate: float
+    workflow: Workflow,
+    producer: str,
+    consumer: str,
+    size: float,
+    pair: tuple[int, int],
+    rate: float,
 ) -> Flow:
+    """Messages with what their link takes and costs."""
     link = workflow.link(*pair)
     assert link is not None, f"no messages go from tier {pair[0]} to tier {pair[1]}"
     usd = rate * size * link.usd_per_byte * HOUR_S

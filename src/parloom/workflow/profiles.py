@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from parloom.cost import units
@@ -18,7 +18,7 @@ class Profile:
     worker: str
     latency_s: Mapping[tuple[str, str], float]
     machine: str = ""
-    spread: Mapping[tuple[str, str], float] | None = None
+    spread: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 def read_profile(path: Path) -> Profile:
@@ -58,7 +58,7 @@ def profile_text(profile: Profile) -> str:
         if operator != last:
             lines.append(f"  {json.dumps(operator)}:")
             last = operator
-        spread = (profile.spread or {}).get((operator, variant), 0.0)
+        spread = profile.spread.get((operator, variant), 0.0)
         entry = f"{{time: {seconds * 1e3:.6g}ms, spread: {100 * spread:.1f}%}}"
         lines.append(f"    {json.dumps(variant)}: {entry}")
     return "\n".join(lines) + "\n"

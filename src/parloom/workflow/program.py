@@ -22,7 +22,7 @@ LEAST_PART, ROUNDING = 1e-3, 1e-9
 Place = tuple[str, str, str]
 """An operator, its variant, and a type of workers."""
 FlowKey = tuple[str, str, str, int, int]
-"""Producer, its variant ("" where all send alike), consumer, tier of the sender, of the receiver."""
+"""Producer, its variant ("" where all send alike), consumer, and the tiers of both."""
 Allowed = Callable[[Operator, Worker], bool]
 
 
@@ -95,9 +95,7 @@ class Program:
         if self.scale is not None:
             lp.row({**everything, self.scale: -1.0}, low=0.0, high=0.0)
 
-    def _places(
-        self, operator: Operator, variant: Variant, pick: int, rate: float
-    ) -> list[int]:
+    def _places(self, operator: Operator, variant: Variant, pick: int, rate: float) -> list[int]:
         shares = []
         cover: dict[int, float] = {}
         for name, latency in variant.latency_s.items():
@@ -123,7 +121,7 @@ class Program:
     def _cover(self, capacities: Mapping[int, float], pick: int) -> None:
         """Rows on counts alone that whole numbers imply: workers come in no parts.
 
-        Of sum a n >= pick, mixed-integer rounding for the divisor d: with b = 1 / d, f = b - floor b,
+        Of sum a n >= pick, mixed-integer rounding: with b = 1 / divisor, f = b - floor(b),
         sum (floor(a b) + min(1, (a b - floor(a b)) / f)) n >= ceil(b) pick.
         """
         if not capacities:
@@ -228,36 +226,37 @@ class Program:
 
     def _latency(self) -> None:
         """Mean times add up along each path; the latest result is in time."""
-        lp, most = self.lp, self.workflow.latency_s
         for operator in self.workflow.order:
-            self.reached[operator.name] = lp.column(0.0)
-            for place, share in self.shares.items():
-                if place[0] == operator.name:
-                    latency = operator.variant(place[1]).latency_s[place[2]]
-                    self.times[place] = lp.column(0.0)
-                    lp.row({self.times[place]: 1.0, share: -latency}, low=0.0)
-                    for utilization in UTILIZATIONS:
-                        self.add_tangent(place, utilization)
+            self.reached[operator.name] = self.lp.column(0.0)
+        for place, share in self.shares.items():
+            self.times[place] = self.lp.column(0.0)
+            latency = self.workflow.operator(place[0]).variant(place[1]).latency_s[place[2]]
+            self.lp.row({self.times[place]: 1.0, share: -latency}, low=0.0)
+            for utilization in UTILIZATIONS:
+                self.add_tangent(place, utilization)
         for edge in self.workflow.edges:
-            terms = {self.reached[edge.consumer]: 1.0}
-            for place, column in self.times.items():
-                if place[0] == edge.consumer:
-                    terms[column] = -1.0
-            for key, column in self.flows.items():
-                if (key[0], key[2]) == (edge.producer, edge.consumer):
-                    link = self.workflow.link(*key[3:])
-                    if link is not None and (seconds := link.seconds(edge.size(key[1]))):
-                        terms[column] = -seconds
-            if edge.producer in self.reached:
-                terms[self.reached[edge.producer]] = -1.0
-            lp.row(terms, low=0.0)
+            self._arrival(edge)
+        most, slowest = self.workflow.latency_s, None
         if self.goal.latency:
-            slowest = lp.column(1.0)
-            for sink in self.workflow.sinks:
-                lp.row({slowest: 1.0, self.reached[sink]: -1.0}, low=0.0)
-        elif most is not None:
-            for sink in self.workflow.sinks:
-                lp.row({self.reached[sink]: 1.0}, high=most)
+            slowest, most = self.lp.column(1.0), 0.0
+        for sink in self.workflow.sinks:
+            terms = {self.reached[sink]: 1.0} | ({} if slowest is None else {slowest: -1.0})
+            self.lp.row(terms, high=float("inf") if most is None else most)
+
+    def _arrival(self, edge: Edge) -> None:
+        """An operator is done its own time after an input is there, on average."""
+        terms = {self.reached[edge.consumer]: 1.0}
+        for place, column in self.times.items():
+            if place[0] == edge.consumer:
+                terms[column] = -1.0
+        for key, column in self.flows.items():
+            if (key[0], key[2]) == (edge.producer, edge.consumer):
+                link = self.workflow.link(*key[3:])
+                if link is not None and (seconds := link.seconds(edge.size(key[1]))):
+                    terms[column] = -seconds
+        if edge.producer in self.reached:
+            terms[self.reached[edge.producer]] = -1.0
+        self.lp.row(terms, low=0.0)
 
     def add_tangent(self, place: Place, utilization: float) -> None:
         """A line below the time at these workers, where each is so busy."""

@@ -27,6 +27,7 @@ UNITS = "$/h, $/GiB, KiB, ms, requests/s and percent, as the format of published
 
 
 def is_published(root: Section) -> bool:
+    """Whether a file has this format."""
     return root.has("latency_ms")
 
 

@@ -60,7 +60,8 @@ def balanced(
     """A rate over workers, (count, latency) by type, so that all its requests' mean time is least.
 
     The time of one request more is then the same at all that are used. With f as for `tangent`,
-    latency x f'(u) = that time is u = 1 - 1 / sqrt(1 + 2 c), c = (time / latency - 1) / (1 + batch).
+    latency x f'(u) is that time where u = 1 - 1 / sqrt(1 + 2 c) and
+    c = (time / latency - 1) / (1 + batch).
     """
     capacity = math.fsum(count / latency for count, latency in workers.values())
     if rate_per_s >= capacity * (1 - FULL):
@@ -79,7 +80,9 @@ def balanced(
         high *= 2
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if math.fsum(rates(middle).values()) < rate_per_s else (low, middle)
+        low, high = (
+            (middle, high) if math.fsum(rates(middle).values()) < rate_per_s else (low, middle)
+        )
     found = rates(high)
     scale = rate_per_s / math.fsum(found.values())
     return {name: rate * scale for name, rate in found.items()}

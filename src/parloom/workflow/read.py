@@ -202,12 +202,16 @@ def _operators(
             accuracy, samples = _own_accuracy(described, rule, names)
             several.append(Variant(variant, latencies, accuracy, samples))
         operators.append(Operator(name, tuple(several)))
-    listed = {(operator.name, variant.name) for operator in operators for variant in operator.variants}
+    listed = {
+        (operator.name, variant.name) for operator in operators for variant in operator.variants
+    }
     for one in measured:
         if one not in listed:
             known_names = sorted("/".join(key) for key in listed)
             hint = nearest("/".join(one), known_names)
-            raise section.error(section.node, f"a profile names {'/'.join(one)!r}, which is none{hint}")
+            raise section.error(
+                section.node, f"a profile names {'/'.join(one)!r}, which is none{hint}"
+            )
     return tuple(operators)
 
 

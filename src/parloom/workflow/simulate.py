@@ -13,6 +13,7 @@ departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1))
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +95,9 @@ def play(
         arrival = np.zeros(len(request))
         warm = request >= WARM_UP * requests
         for edge in workflow.inputs(name):
-            came, on_its_way = _arrivals(plan, edge, streams[edge.producer], request, index, number, tier)
+            came, on_its_way = _arrivals(
+                plan, edge, streams[edge.producer], request, index, number, tier
+            )
             edges[edge.producer, name] = float(on_its_way[warm].mean())
             arrival = np.maximum(arrival, came)
         queue = _drawn_waits if independent else _waits
@@ -183,7 +186,7 @@ def _served(
 def _waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
     """Before one worker, of messages in order of arrival."""
     steps = service_s * np.arange(len(arrival))
-    return np.maximum.accumulate(arrival - steps) + steps - arrival
+    return np.asarray(np.maximum.accumulate(arrival - steps) + steps - arrival)
 
 
 def _drawn_waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
@@ -216,7 +219,7 @@ def _measured(
     slowest = min(rates)
     path = plan.path
     latency = sum(spent[name] for name in path[1:])
-    latency += sum(edges[pair] for pair in zip(path, path[1:], strict=False))
+    latency += sum(edges[pair] for pair in pairwise(path))
     seen = np.flatnonzero(last > 0)
     seen = seen[seen >= WARM_UP * requests]
     whole = last[seen] - starts[seen]

@@ -54,7 +54,9 @@ def solve(
     status, info = solver.getModelStatus(), solver.getInfo()
     if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
         return Found(None, float("inf"), float("inf"), infeasible=True, interrupted=interrupted)
-    feasible = int(info.primal_solution_status) == int(highspy.SolutionStatus.kSolutionStatusFeasible)
+    feasible = int(info.primal_solution_status) == int(
+        highspy.SolutionStatus.kSolutionStatusFeasible
+    )
     cost = float(info.objective_function_value)
     whole = status == kinds.kOptimal
     bound = float(info.mip_dual_bound) if any(program.integers) else cost if whole else -np.inf
