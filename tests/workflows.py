@@ -36,7 +36,7 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
         Worker(
             f"w{i}",
             i if i < num_tiers else rng.randrange(num_tiers),
-            rng.choice([0.0, 0.1, 0.2, 0.3, 0.5, 0.8]) if i else 0.4,
+            rng.choice([0.0 if i == 1 and not latency else 0.15, 0.1, 0.2, 0.3, 0.5, 0.8]),
             rng.choice([1, 1, 1, 2]) if num_workers < 7 else 1,
         )
         for i in range(max(num_workers, num_tiers))
@@ -323,9 +323,47 @@ def _waiting(
         return y * (latency + wait)
 
     column = lp.column(0.0)
-    grid = [k / 150 for k in range(150)] + [0.995, 0.997, 0.999, 0.9995]
+    grid = [k / 80 for k in range(80)] + [0.993, 0.996, 0.998, 0.999, 0.9995]
     for busy in grid:
         y, step = busy / latency, 1e-6 / latency
         slope = (present(y + step) - present(max(0.0, y - step))) / (y + step - max(0.0, y - step))
         lp.row({column: 1.0, load: -slope}, low=present(y) - slope * y - 1e-9)
     return column
+
+
+def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workflow:
+    """Many operators, and `kinds` x `count` workers in two tiers."""
+    rng = Random(seed)
+    workers: list[tuple[Worker, float]] = []
+    for kind in range(kinds):
+        tier = kind if kind < 2 else rng.randrange(2)
+        speed = rng.uniform(0.5, 2) * (1 + 3 * tier)
+        price = round(speed * rng.uniform(0.1, 0.3), 3)
+        workers.append((Worker(f"w{kind}", tier, price, count), speed))
+    operators: list[Operator] = []
+    edges = [Edge("s", "o0", {"": 2e5})]
+    for index in range(size):
+        base = rng.uniform(0.005, 0.05)
+        variants = []
+        for rank in range(3):
+            work = base * (1 + rank * rng.uniform(0.5, 1))
+            latencies = {w.name: work / s * rng.uniform(0.8, 1.25) for w, s in workers}
+            variants.append(Variant(f"v{rank}", latencies, 1 - 0.03 / (1 + rank) * rng.random()))
+        operators.append(Operator(f"o{index}", tuple(variants)))
+        for _ in range(rng.choice([1, 1, 2]) if index else 0):
+            edge = Edge(
+                f"o{max(0, index - rng.randint(1, 4))}", f"o{index}", {"": rng.uniform(1e3, 1e5)}
+            )
+            if all((e.producer, e.consumer) != (edge.producer, edge.consumer) for e in edges):
+                edges.append(edge)
+    links = {(0, 1): Link(1e-10, 1e9, 0.01), (1, 0): Link(1e-9, 1e9, 0.01)}
+    return Workflow(
+        f"large {seed}",
+        ("edge", "cloud"),
+        (Source("s", 60.0),),
+        tuple(operators),
+        tuple(edges),
+        tuple(worker for worker, _ in workers),
+        links,
+        Accuracy(Rule.PRODUCT, 0.8),
+    )

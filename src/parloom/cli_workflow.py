@@ -68,18 +68,18 @@ def plan(
 ) -> None:
     """The variants, workers and flows of least cost that reach the accuracy and the latency."""
     from parloom.report.workflows import plan_document, plan_screen
-    from parloom.workflow.simulate import end_to_end_s
+    from parloom.workflow.simulate import expected
 
     quiet(verbose)
     found, search_s = _planned(file, method, asked(tiers, latency), gap, seconds, as_json)
-    whole_s = end_to_end_s(found)
+    whole = expected(found)
     if as_json:
-        show_json(plan_document(found, whole_s, search_s))
+        show_json(plan_document(found, whole, search_s))
     else:
         flags = "" if method is Method.EXACT else f" --method {method}"
         flags += f" --tiers {tiers}" if tiers else ""
         flags += f" --latency {latency}" if latency else ""
-        result(plan_screen(found, whole_s, f"parloom workflow simulate {file}{flags}"))
+        result(plan_screen(found, whole, f"parloom workflow simulate {file}{flags}"))
     if found.interrupted:
         raise typer.Exit(130)
 
@@ -99,15 +99,15 @@ def simulate(
 ) -> None:
     """Play the plan request by request, and hold rate and latency against the planned ones."""
     from parloom.report.workflows import played_document, played_screen
-    from parloom.workflow.simulate import end_to_end_s, play
+    from parloom.workflow.simulate import expected, play
 
     quiet(verbose)
     found, _ = _planned(file, method, asked(tiers, latency), gap, seconds, as_json)
-    whole_s, played = end_to_end_s(found), play(found, requests, seed)
+    whole, played = expected(found), play(found, requests, seed)
     if as_json:
-        show_json(played_document(found, whole_s, played, seed))
+        show_json(played_document(found, whole, played, seed))
     else:
-        result(played_screen(found, whole_s, played))
+        result(played_screen(found, whole, played))
     if found.interrupted:
         raise typer.Exit(130)
 

@@ -10,12 +10,12 @@ from parloom.cost.units import format_dollars, format_rate, format_seconds
 from parloom.report.rows import Rows
 from parloom.workflow.model import Worker, Workflow
 from parloom.workflow.plan import Load, Plan
-from parloom.workflow.simulate import Played
+from parloom.workflow.simulate import Expected, Played
 
 LIST_PRICE = 4  # digits after the point of dollars an hour
 
 
-def plan_document(plan: Plan, end_to_end_s: float, search_s: float) -> dict[str, Any]:
+def plan_document(plan: Plan, whole: Expected, search_s: float) -> dict[str, Any]:
     """The plan in JSON values; infinite times are null."""
     workflow = plan.workflow
     return {
@@ -33,7 +33,8 @@ def plan_document(plan: Plan, end_to_end_s: float, search_s: float) -> dict[str,
         "latency_bound_s": workflow.latency_s,
         "in_time": _in_time(plan),
         "path": list(plan.path),
-        "end_to_end_s": end_to_end_s,
+        "expected_latency_s": whole.latency_s,
+        "end_to_end_s": whole.end_to_end_s,
         "operators": [
             {
                 "name": operator.name,
@@ -86,13 +87,13 @@ def _in_time(plan: Plan) -> bool | None:
     return None if most is None else plan.latency_s <= most * (1 + 1e-6)
 
 
-def plan_screen(plan: Plan, end_to_end_s: float, next_command: str) -> RenderableType:
+def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableType:
     """What is deployed where, what it costs, and what it reaches."""
     workflow = plan.workflow
     lines: list[RenderableType] = [
         Text(f"{workflow.name}: {plan.method}, {_traffic(workflow)} traffic")
     ]
-    lines += [Text(_cost_words(plan)), *map(Text, _reached(plan, end_to_end_s))]
+    lines += [Text(_cost_words(plan)), *map(Text, _reached(plan, whole))]
     lines += [Text(""), _workers_table(plan), Text(""), _flows_table(plan)]
     full = sorted({load.worker for load in plan.loads if load.utilization >= 1 - 1e-9})
     if full:
@@ -120,7 +121,7 @@ def _cost_words(plan: Plan) -> str:
     return f"{text}; bound {dollars(plan.bound_usd_per_h)}{of}, {proved}"
 
 
-def _reached(plan: Plan, end_to_end_s: float) -> list[str]:
+def _reached(plan: Plan, whole: Expected) -> list[str]:
     workflow, found = plan.workflow, []
     if plan.accuracy is not None:
         floor = workflow.accuracy.floor
@@ -128,9 +129,13 @@ def _reached(plan: Plan, end_to_end_s: float) -> list[str]:
     most = workflow.latency_s
     asked = "" if most is None else f", at most {format_seconds(most)} asked for"
     late = "" if _in_time(plan) in (None, True) else ": TOO LATE"
-    found.append(f"latency {seconds(plan.latency_s)} on the slowest path{asked}{late}")
+    found.append(f"latency {seconds(plan.latency_s)} on the slowest path (M/D/1){asked}{late}")
     found.append(f"  {' -> '.join(plan.path)}")
-    found.append(f"  {seconds(end_to_end_s)} from end to end, with waits for other inputs of joins")
+    if math.isfinite(whole.latency_s):
+        found.append(
+            f"  expected {seconds(whole.latency_s)}, as queues behind others are shorter;"
+            f" {seconds(whole.end_to_end_s)} from end to end, joins waited for"
+        )
     return found
 
 
@@ -192,7 +197,7 @@ def seconds(time_s: float) -> str:
 # --- simulation ---------------------------------------------------------------------------------
 
 
-def played_document(plan: Plan, end_to_end_s: float, played: Played, seed: int) -> dict[str, Any]:
+def played_document(plan: Plan, whole: Expected, played: Played, seed: int) -> dict[str, Any]:
     """Planned and simulated figures beside each other."""
     workflow = plan.workflow
     return {
@@ -203,8 +208,8 @@ def played_document(plan: Plan, end_to_end_s: float, played: Played, seed: int) 
         "seed": seed,
         "planned": {
             "rate_per_s": slowest_rate(workflow),
-            "latency_s": plan.latency_s,
-            "end_to_end_s": end_to_end_s,
+            "latency_s": whole.latency_s,
+            "end_to_end_s": whole.end_to_end_s,
         },
         "simulated": {
             "rate_per_s": played.rate_per_s,
@@ -216,7 +221,7 @@ def played_document(plan: Plan, end_to_end_s: float, played: Played, seed: int) 
         "operators": [
             {
                 "name": operator.name,
-                "planned_s": plan.operator_s(operator.name),
+                "planned_s": whole.operators_s[operator.name],
                 "simulated_s": played.operators_s[operator.name],
             }
             for operator in workflow.order
@@ -238,7 +243,7 @@ def slowest_rate(workflow: Workflow) -> float:
     return min(workflow.rates[sink] for sink in workflow.sinks)
 
 
-def played_screen(plan: Plan, end_to_end_s: float, played: Played) -> RenderableType:
+def played_screen(plan: Plan, whole: Expected, played: Played) -> RenderableType:
     """Planned and simulated rate, latencies and times of operators."""
     workflow = plan.workflow
     table = Rows(box=None, pad_edge=False)
@@ -248,10 +253,11 @@ def played_screen(plan: Plan, end_to_end_s: float, played: Played) -> Renderable
     wanted = slowest_rate(workflow)
     rate = f"{wanted:.4g}/s", f"{played.rate_per_s:.4g}/s"
     table.add_row("rate", *rate, _difference(wanted, played.rate_per_s))
-    rows = [("latency", plan.latency_s, played.latency_s)]
-    rows += [("end to end", end_to_end_s, played.end_to_end_s)]
+    rows = [("slowest path", whole.latency_s, played.latency_s)]
+    rows += [("end to end", whole.end_to_end_s, played.end_to_end_s)]
     rows += [
-        (f"  {o.name}", plan.operator_s(o.name), played.operators_s[o.name]) for o in workflow.order
+        (f"  {o.name}", whole.operators_s[o.name], played.operators_s[o.name])
+        for o in workflow.order
     ]
     for name, planned, found in rows:
         table.add_row(name, seconds(planned), seconds(found), _difference(planned, found))

@@ -43,7 +43,7 @@ def _latency(variants: Section, name: str) -> float:
         return variants.parse(name, units.parse_seconds)
     own = variants.section(name)
     own.check(("time",), ("spread",))
-    own.parse_or("spread", units.parse_percent, 0.0)
+    own.text_or("spread", "")
     return own.parse("time", units.parse_seconds)
 
 

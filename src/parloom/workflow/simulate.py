@@ -1,9 +1,10 @@
 """Events of a plan, request by request: rates, waits and latencies, to hold against its figures.
 
 Requests come as a Poisson process. Each keeps one number drawn from [0, 1), which says whether it
-is among those that an input with fewer messages lets through, so that a join gets all its inputs of
-the same request. Its tier at each operator is drawn by one number, too, the low tiers first: no
-message goes another way than the flows say. In the tier it goes to a worker at random, by the rates
+is among those that a ratio below one lets through, and another, which says how many messages it has
+where a ratio is above one, so that a join gets all its inputs of the same request. Its tier at each
+operator is drawn by one number, too, the low tiers first: no message goes another way than the
+flows say. In the tier it goes to a worker at random, by the rates
 of the plan, waits there in order of arrival, and is served in the variant's latency. Links pass
 messages side by side.
 
@@ -13,6 +14,7 @@ departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1))
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from parloom.workflow.model import Edge
 from parloom.workflow.plan import Load, Plan
+from parloom.workflow.smoothing import smoothed
 
 Times = NDArray[np.float64]
 Whole = NDArray[np.int64]
@@ -58,26 +61,60 @@ class _Stream:
     tier: Whole
 
 
-def end_to_end_s(plan: Plan, requests: int = 40_000) -> float:
-    """The mean time from a request's start to its last result, joins waited for, if every wait were
-    as in an M/D/1 queue by itself; infinite where one has no mean.
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Mean times without playing: of the plan's slowest path, from end to end, of each operator."""
+
+    latency_s: float
+    end_to_end_s: float
+    operators_s: Mapping[str, float]
+
+
+def expected(plan: Plan, requests: int = 40_000) -> Expected:
+    """What play will find, by formulas: waits as if each queue were by itself, with arrivals as
+    regular as `smoothed` says. Infinite where a worker is busy all the time.
     """
     if not np.isfinite(plan.latency_s):
-        return float("inf")
-    return play(plan, requests, independent=True).end_to_end_s
+        never = {operator.name: float("inf") for operator in plan.workflow.operators}
+        return Expected(float("inf"), float("inf"), never)
+    waits = smoothed(plan)
+    times = {
+        operator.name: sum(
+            load.rate_per_s * (_service_s(plan, load) + waits[load.operator, load.worker])
+            for load in plan.loads_of(operator.name)
+        )
+        / plan.workflow.rates[operator.name]
+        for operator in plan.workflow.operators
+    }
+    path = plan.path
+    latency = sum(times[name] for name in path[1:])
+    latency += sum(plan.edge_s(*pair) for pair in pairwise(path))
+    return Expected(latency, play(plan, requests, waits=waits).end_to_end_s, times)
+
+
+def _service_s(plan: Plan, load: Load) -> float:
+    return plan.workflow.operator(load.operator).variant(load.variant).latency_s[load.worker]
 
 
 def play(
-    plan: Plan, requests: int = 200_000, seed: int = 0, *, independent: bool = False
+    plan: Plan,
+    requests: int = 200_000,
+    seed: int = 0,
+    *,
+    waits: Mapping[tuple[str, str], float] | None = None,
 ) -> Played:
-    """Play so many requests; the same seed plays the same. `independent` draws each wait from the
-    distribution of its queue, whatever the other requests do.
+    """Play so many requests; the same seed plays the same.
+
+    With mean `waits`, each wait is drawn from a distribution, whatever the other requests do.
     """
     workflow = plan.workflow
     rng = np.random.default_rng(seed)
     fastest = max(source.rate_per_s for source in workflow.sources)
     starts = np.cumsum(rng.exponential(1 / fastest, requests))
-    kept, where = rng.random(requests), rng.random(requests)
+    kept, where, more = rng.random(requests), rng.random(requests), rng.random(requests)
+    # The share of requests that have messages here, and how many each of those has on average.
+    present = {source.name: source.rate_per_s / fastest for source in workflow.sources}
+    each = dict.fromkeys(present, 1.0)
     streams: dict[str, _Stream] = {}
     for source in workflow.sources:
         mine = np.flatnonzero(kept < source.rate_per_s / fastest)
@@ -87,7 +124,12 @@ def play(
     busy: dict[tuple[str, str], float] = {}
     for operator in workflow.order:
         name = operator.name
-        number = _number(workflow.rates[name] / fastest, kept)
+        present[name] = min(
+            present[edge.producer] * min(1.0, edge.ratio * each[edge.producer])
+            for edge in workflow.inputs(name)
+        )
+        each[name] = max(1.0, workflow.rates[name] / fastest / present[name])
+        number = np.where(kept < present[name], _number(each[name], more), 0)
         request = np.repeat(np.arange(requests), number)
         index = np.arange(len(request)) - np.repeat(np.cumsum(number) - number, number)
         loads = plan.loads_of(name)
@@ -100,17 +142,17 @@ def play(
             )
             edges[edge.producer, name] = float(on_its_way[warm].mean())
             arrival = np.maximum(arrival, came)
-        queue = _drawn_waits if independent else _waits
+        queue = _waits if waits is None else partial(_drawn_waits, waits)
         done = _served(plan, loads, arrival, tier, rng, busy, float(starts[-1]), queue)
         spent[name] = float((done - arrival)[warm].mean())
         streams[name] = _Stream(request, done, tier)
     return _measured(plan, starts, streams, spent, edges, busy)
 
 
-def _number(mean: float, kept: Times) -> Whole:
-    """Messages of each request: the whole number below the mean, or one more."""
+def _number(mean: float, drawn: Times) -> Whole:
+    """Messages of each request that has some: the whole number below the mean, or one more."""
     whole = int(mean)
-    return whole + (kept < mean - whole).astype(np.int64)
+    return whole + (drawn < mean - whole).astype(np.int64)
 
 
 def _tiers(plan: Plan, loads: tuple[Load, ...], where: Times) -> Whole:
@@ -189,15 +231,21 @@ def _waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generato
     return np.asarray(np.maximum.accumulate(arrival - steps) + steps - arrival)
 
 
-def _drawn_waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
+def _drawn_waits(
+    waits: Mapping[tuple[str, str], float],
+    arrival: Times,
+    service_s: float,
+    load: Load,
+    rng: np.random.Generator,
+) -> Times:
     """By Pollaczek and Khinchine: a geometric number of uniform parts of a service, stretched to
-    the mean where messages arrive together.
+    the mean.
     """
     parts = rng.geometric(1 - load.utilization, len(arrival)) - 1
     of = np.repeat(np.arange(len(arrival)), parts)
     drawn = np.bincount(of, rng.random(len(of)), len(arrival)) * service_s
     plain = service_s * load.utilization / (2 * (1 - load.utilization))
-    return np.asarray(drawn * ((load.time_s - service_s) / plain if plain else 0.0))
+    return np.asarray(drawn * (waits[load.operator, load.worker] / plain))
 
 
 def _measured(
