@@ -260,7 +260,8 @@ class _Flows:
         self.loads[name], self.times[name] = {}, []
         for one in several:
             seconds = latency[one.kind.name]
-            column = self.lp.column(0.0, high=1 / seconds)
+            busiest = 0.999 if self.late else 1.0
+            column = self.lp.column(0.0, high=busiest / seconds)
             self.loads[name][one] = column
             if self.late:
                 self.times[name].append(_waiting(self.workflow, name, column, seconds, self.lp))
@@ -323,7 +324,7 @@ def _waiting(
         return y * (latency + wait)
 
     column = lp.column(0.0)
-    grid = [k / 80 for k in range(80)] + [0.993, 0.996, 0.998, 0.999, 0.9995]
+    grid = [1 - 0.93**k for k in range(125)]  # denser where waits are steep
     for busy in grid:
         y, step = busy / latency, 1e-6 / latency
         slope = (present(y + step) - present(max(0.0, y - step))) / (y + step - max(0.0, y - step))

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from parloom.workflow.model import Workflow
 from parloom.workflow.plan import Flow, Plan, flow_of, load_of
-from parloom.workflow.program import COST, Allowed, Place, Program
+from parloom.workflow.program import BUSIEST, COST, Allowed, Goal, Place, Program
 from parloom.workflow.queueing import balanced, together
 from parloom.workflow.solve import Found, solve
 
 NOTHING = 1e-9
-LATE = 1e-6
+LATE, NEAR = 1e-6, 1e-4
 """Share of the latency bound by which a plan may miss it: the solver's tolerance."""
 MOST_ROUNDS = 60
 
@@ -63,6 +63,18 @@ def cheapest(
         return None
     least = min(bound, best.usd_per_h)
     return replace(best, method=method, bound_usd_per_h=least, interrupted=found.interrupted)
+
+
+def least_latency(workflow: Workflow) -> float:
+    """A latency that no plan is below, near the least there is; infinite where there is no plan."""
+    program = Program(workflow, Goal(latency=True))
+    bound = 0.0
+    for _ in range(MOST_ROUNDS):
+        found = solve(program.lp, NEAR)
+        bound = max(bound, found.bound)
+        if found.values is None or not _add_lines(program, found, NEAR):
+            break
+    return bound
 
 
 def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
@@ -182,7 +194,7 @@ def _balanced(
     return found
 
 
-def _add_lines(program: Program, found: Found) -> bool:
+def _add_lines(program: Program, found: Found, off: float = LATE / 10) -> bool:
     """Tangents where the solution waits longer than its lines say; whether there were any."""
     assert found.values is not None
     added = False
@@ -192,10 +204,8 @@ def _add_lines(program: Program, found: Found) -> bool:
             continue
         rate = program.workflow.rates[place[0]]
         load = load_of(program.workflow, place, round(count), share * rate)
-        if load.time_s * share > found.values[column] * (1 + LATE / 10) + 1e-15:
-            # A queue that is always full has no line; one that is nearly full has a steep one.
-            steep = 1 - (1 - min(load.utilization, 1.0)) / 2 if load.utilization > 0.999 else 0.0
-            program.add_tangent(place, min(steep or load.utilization, 0.99999))
+        if load.time_s * share > found.values[column] * (1 + off) + 1e-15:
+            program.add_tangent(place, min(load.utilization, BUSIEST))
             added = True
     return added
 

@@ -17,6 +17,8 @@ from parloom.workflow.model import Edge, Operator, Variant, Worker, Workflow
 from parloom.workflow.queueing import UTILIZATIONS, tangent, together
 
 HOUR_S = 3600.0
+BUSIEST = 0.999
+"""The most that a worker is busy where there is a latency bound: a wait of 500 latencies."""
 MOST_DIVISORS = 12
 LEAST_PART, ROUNDING = 1e-3, 1e-9
 Place = tuple[str, str, str]
@@ -103,7 +105,8 @@ class Program:
             if not self.allowed(operator, worker):
                 continue
             place = operator.name, variant.name, name
-            capacity = 1 / (latency * rate)  # share of the rate that one worker carries
+            # Share of the rate that one worker carries.
+            capacity = (BUSIEST if self.timed else 1.0) / (latency * rate)
             enough = math.ceil(1 / capacity * (1 - ROUNDING))
             most = worker.count if self.timed else min(worker.count, enough)
             if self.goal.more_workers:
@@ -139,11 +142,6 @@ class Program:
                 under = math.floor(times + ROUNDING)
                 terms[column] = under + min(1.0, max(0.0, times - under) / part + ROUNDING)
             self.lp.row({**terms, pick: -(whole + 1.0)}, low=0.0)
-
-    def capacity(self, place: Place) -> float:
-        """The share of its operator's rate that one worker carries."""
-        latency = self.workflow.operator(place[0]).variant(place[1]).latency_s[place[2]]
-        return 1 / (latency * self.workflow.rates[place[0]])
 
     def _workers(self) -> None:
         for worker in self.workflow.workers:

@@ -6,8 +6,8 @@ queueing network analyzer, with c the squared coefficient of variation of the ti
 arrivals (1: Poisson): behind a worker of utilization u it is (1 - u^2) c; a share p, drawn at
 random, has p c + 1 - p; streams that meet have w (mean of c) + 1 - w, with
 w = 1 / (1 + 4 (1 - u)^2 (v - 1)) and v = 1 / sum of squared shares. The wait is that of M/D/1 times
-c exp(-2 (1 - u) (1 - c)^2 / (3 u c)), after Kraemer and Langenbach-Belz. A stream of one worker whose
-latency is no longer than that of the only one before it does not wait at all.
+c exp(-2 (1 - u) (1 - c)^2 / (3 u c)), after Kraemer and Langenbach-Belz. A single worker that is as
+fast as the only one before it lets nothing wait.
 """
 
 import math
@@ -62,7 +62,7 @@ def _pace(plan: Plan, loads: tuple[Load, ...]) -> float:
 
 
 def _met(streams: list[tuple[float, float]], ratio: float, utilization: float) -> float:
-    """c of streams together, of whose requests a ratio below one goes on."""
+    """The c of streams together, of whose requests a ratio below one goes on."""
     whole = sum(rate for rate, _ in streams)
     mean = sum(rate * c for rate, c in streams) / whole
     several = 1 / sum((rate / whole) ** 2 for rate, _ in streams)
