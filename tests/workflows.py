@@ -37,7 +37,7 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
             f"w{i}",
             i if i < num_tiers else rng.randrange(num_tiers),
             rng.choice([0.0 if i == 1 and not latency else 0.15, 0.1, 0.2, 0.3, 0.5, 0.8]),
-            rng.choice([1, 1, 1, 2]) if num_workers < 7 else 1,
+            rng.choice([1, 1, 1, 2]) if num_workers < 5 else 1,
         )
         for i in range(max(num_workers, num_tiers))
     )

@@ -12,8 +12,6 @@ from parloom.workflow.model import Worker, Workflow
 from parloom.workflow.plan import Load, Plan
 from parloom.workflow.simulate import Expected, Played
 
-LIST_PRICE = 4  # digits after the point of dollars an hour
-
 
 def plan_document(plan: Plan, whole: Expected, search_s: float) -> dict[str, Any]:
     """The plan in JSON values; infinite times are null."""
@@ -145,13 +143,10 @@ def _workers_table(plan: Plan) -> Rows:
         table.add_column(name)
     for name in ("requests/s", "busy", "time", "$/h"):
         table.add_column(name, justify="right")
-    last = ""
     for operator in plan.workflow.order:
         for load in plan.loads_of(operator.name):
             worker = plan.workflow.worker(load.worker)
-            first = operator.name if operator.name != last else ""
-            last = operator.name
-            table.add_row(first or " ", load.variant, *_load_cells(plan.workflow, worker, load))
+            table.add_row(operator.name, load.variant, *_load_cells(plan.workflow, worker, load))
     return table
 
 
