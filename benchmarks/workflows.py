@@ -12,14 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.workflows import large
+
 from parloom.errors import InfeasibleError
 from parloom.workflow.answer import Method, plan_workflow
-from parloom.workflow.examples import names, path_of
 from parloom.workflow.exact import in_time
+from parloom.workflow.examples import names, path_of
 from parloom.workflow.model import Workflow
 from parloom.workflow.read import load
 from parloom.workflow.simulate import expected, play
-from tests.workflows import large
 
 REQUESTS = 400_000
 VQA_BOUND_S = 0.2
