@@ -31,7 +31,7 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
     num_tiers = rng.choice([1, 2, 2, 2, 3])
     size = rng.randint(1, most)
     rule = rng.choice(list(Rule))
-    num_workers = rng.randint(size + 1, size + 3)
+    num_workers = min(10, rng.randint(size + 1, size + 3))
     workers = tuple(
         Worker(
             f"w{i}",

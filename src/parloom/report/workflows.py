@@ -93,7 +93,7 @@ def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableTyp
     ]
     lines += [Text(_cost_words(plan)), *map(Text, _reached(plan, whole))]
     lines += [Text(""), _workers_table(plan), Text(""), _flows_table(plan)]
-    full = sorted({load.worker for load in plan.loads if load.utilization >= 1 - 1e-9})
+    full = sorted({load.worker for load in plan.loads if math.isinf(load.time_s)})
     if full:
         lines += [
             Text(""),

@@ -15,6 +15,8 @@ from parloom.workflow.model import Workflow
 UTILIZATIONS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Where waits are laid tangents from the start."""
 FULL, BISECTIONS = 1e-9, 200
+ALWAYS = 1e-6
+"""A worker that is idle no more than this is busy all the time, but for rounding."""
 
 
 def together(workflow: Workflow) -> Mapping[str, float]:
@@ -36,7 +38,7 @@ def together(workflow: Workflow) -> Mapping[str, float]:
 def wait_s(latency_s: float, rate_per_s: float, all_per_s: float, others: float) -> float:
     """The mean wait before one worker; infinite where it is busy all the time."""
     utilization = latency_s * rate_per_s
-    if utilization >= 1:
+    if utilization >= 1 - ALWAYS:
         return float("inf")
     met = utilization + others * rate_per_s / all_per_s
     return latency_s * met / (2 * (1 - utilization))
