@@ -95,11 +95,10 @@ def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableTyp
     lines += [Text(""), _workers_table(plan), Text(""), _flows_table(plan)]
     full = sorted({load.worker for load in plan.loads if math.isinf(load.time_s)})
     if full:
-        lines += [
-            Text(""),
-            Text(f"{', '.join(full)}: busy all the time, so that waits grow for ever;"),
-        ]
-        lines += [Text("a latency_bound in the file leaves room")]
+        bounded = workflow.latency_s is not None
+        advice = f"{plan.method} looks at no bound" if bounded else "--latency leaves room"
+        busy = f"{', '.join(full)}: busy all the time, so that waits grow for ever; {advice}"
+        lines += [Text(""), Text(busy)]
     if workflow.assumed:
         lines += [Text(""), *(Text(f"assumed {line}") for line in workflow.assumed)]
     if plan.interrupted:
