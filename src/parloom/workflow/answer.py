@@ -94,7 +94,7 @@ def explain(workflow: Workflow) -> None:
 
 def _too_fast(workflow: Workflow, share: float) -> None:
     rates = {source.name: source.rate_per_s for source in workflow.sources}
-    now = ", ".join(f"{rate * share:.4g} of {rate:.4g}/s" for rate in rates.values())
+    now = ", ".join(f"{name} {rate * share:.4g} of {rate:.4g}/s" for name, rate in rates.items())
     message = f"{workflow.positions.rate}: no set of workers carries the rate: {now} at most"
     document: dict[str, object] = {"share": share, "more_workers": None}
     program = Program(workflow, Goal(more_workers=True))
