@@ -51,7 +51,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _searches(frame: FrameType) -> bool:
     """Whether a frame is of a function that keeps the best plan so far."""
     name = frame.f_globals.get("__name__", "")
-    keeps = name in ("parloom.choose", "parloom.answer") or name.startswith("parloom.search.")
+    keeps = name in ("parloom.choose", "parloom.answer") or name.startswith(
+        ("parloom.search.", "parloom.workflow.")
+    )
     return keeps and frame.f_code.co_name != "<module>"
 
 

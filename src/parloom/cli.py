@@ -62,6 +62,7 @@ from parloom.cli_output import check_printable
 from parloom.cli_output import quiet as _quiet
 from parloom.cli_output import result as _print
 from parloom.cli_output import say as _say
+from parloom.cli_workflow import workflow_app
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.money import parse_prices
 from parloom.errors import (
@@ -88,6 +89,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cluster_app, name="cluster")
+app.add_typer(workflow_app, name="workflow")
 
 
 @app.command()
@@ -455,7 +457,7 @@ def main(argv: Texts[str] | None = None) -> int:
     except SystemExit as stop:
         if stop.code == 130:
             _say("interrupted")
-        if stop.code == 2 and own in ([], ["cluster"]):
+        if stop.code == 2 and own in ([], ["cluster"], ["workflow"]):
             _say("error: no command was given; the help lists them")
         if isinstance(stop.__context__, BrokenPipeError):
             return 0  # whoever reads has enough, and the help is all there is

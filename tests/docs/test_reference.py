@@ -63,6 +63,14 @@ ASKED = {
     "cluster-show": ["cluster show 2x8xH100 --json", "cluster show 4xcpu --json"],
     "cluster-known": ["cluster show --known --json"],
     "cluster-check": ["cluster check 2xcpu --json"],
+    "workflow-plan": [
+        "workflow plan example:cameras --json",
+        "workflow plan example:vqa --method jellybean --json",
+    ],
+    "workflow-simulate": [
+        "workflow simulate example:cameras --requests 2000 --json",
+        "workflow simulate example:vqa --requests 2000 --json",
+    ],
     "doctor": ["doctor --json"],
 }
 SHALLOW = {"report": 1}

@@ -26,8 +26,7 @@ class Section:
     node: yaml.MappingNode
 
     def error(self, node: yaml.Node, message: str) -> InputError:
-        mark = node.start_mark
-        return InputError(f"{self.where}:{mark.line + 1}:{mark.column + 1}: {message}")
+        return InputError(f"{self.at(node)}: {message}")
 
     def check(self, required: Iterable[str], optional: Iterable[str] = ()) -> None:
         """Raise `InputError` for a key that is unknown, repeated or missing."""
@@ -50,6 +49,29 @@ class Section:
     def names(self) -> tuple[str, ...]:
         """The keys, in file order."""
         return tuple(self._scalar(key) for key, _ in self.node.value)
+
+    def named(self) -> tuple[str, ...]:
+        """The keys, in file order, where they are names that the file gives: each once."""
+        if not self.node.value:
+            raise self.error(self.node, "expected at least one name")
+        seen: set[str] = set()
+        for key, _ in self.node.value:
+            name = self._scalar(key)
+            if name in seen:
+                raise self.error(key, f"the name {name!r} is given twice")
+            if not name.strip():
+                raise self.error(key, "a name is empty")
+            seen.add(name)
+        return self.names()
+
+    def key(self, name: str) -> yaml.Node:
+        """Where the key itself is, and not its value."""
+        return next((k for k, _ in self.node.value if self._scalar(k) == name), self.node)
+
+    def at(self, node: yaml.Node) -> str:
+        """`file:line:column`."""
+        mark = node.start_mark
+        return f"{self.where}:{mark.line + 1}:{mark.column + 1}"
 
     def has(self, name: str) -> bool:
         return self._find(name) is not None
@@ -97,6 +119,9 @@ class Section:
 
     def sections(self, name: str) -> tuple["Section", ...]:
         return tuple(self._section(node, name) for node in self._items(name))
+
+    def is_list(self, name: str) -> bool:
+        return isinstance(self._find(name), yaml.SequenceNode)
 
     def is_mapping(self, name: str) -> bool:
         return isinstance(self._find(name), yaml.MappingNode)

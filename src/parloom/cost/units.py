@@ -24,7 +24,7 @@ _BOTH = re.compile(
 
 # What no machine has or will have soon: most likely a slip of the unit.
 MOST_BYTES, MOST_BYTES_PER_S, MOST_FLOPS_PER_S, MOST_SECONDS = 2**60, 1e18, 1e24, 3600.0
-MOST_DOLLARS, MOST_COUNT = 1e6, 1e21
+MOST_DOLLARS, MOST_COUNT, MOST_REQUESTS_PER_S = 1e6, 1e21, 1e9
 PER_DEVICE_HOUR = ("/gpu-h", "/device-h")
 # As tokens are counted: B is a billion.
 COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -107,6 +107,54 @@ def parse_hourly(text: str) -> float:
     if unit.removeprefix("USD").strip().lower() not in PER_DEVICE_HOUR:
         raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
     return _plausible(number, text, MOST_DOLLARS, "a million dollars")
+
+
+def parse_usd_per_h(text: str) -> float:
+    """Dollars for an hour from `2.497USD/h`, `$2.497/h`."""
+    expected = "a price such as 2.50USD/h"
+    number, unit = _split(text.strip().removeprefix("$"), expected)
+    if unit.removeprefix("USD") != "/h":
+        raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
+    return _plausible(number, text, MOST_DOLLARS, "a million dollars")
+
+
+def parse_usd_per_byte(text: str) -> float:
+    """Dollars for a byte from `0.09USD/GB`, `$0.09/GiB`."""
+    expected = "a price such as 0.09USD/GB or 0.09USD/GiB"
+    number, unit = _split(text.strip().removeprefix("$"), expected)
+    prefix = unit.removeprefix("USD").removeprefix("/").removesuffix("B")
+    if unit.removeprefix("USD") != f"/{prefix}B" or prefix not in PREFIXES:
+        raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
+    return _plausible(number, text, MOST_DOLLARS, "a million dollars") / PREFIXES[prefix]
+
+
+def parse_requests(text: str) -> float:
+    """Requests per second from `40/s`, `90/min`, `40 requests/s`."""
+    expected = "a rate such as 40/s or 90/min"
+    number, unit = _split(text, expected)
+    per = {"/s": 1.0, "/min": 60.0, "/h": 3600.0}.get(unit.removeprefix("requests").strip())
+    if per is None:
+        raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
+    return _plausible(_positive(number / per, text), text, MOST_REQUESTS_PER_S, "1e9/s")
+
+
+def parse_mean_bytes(text: str) -> float:
+    """The mean size of many messages from `794.03KiB`, `2kB`: it may have a fraction of a byte."""
+    expected = "a size such as 794.03KiB or 2kB"
+    number, unit = _split(text, expected)
+    size = _bits_or_bytes(number, unit, "")
+    if size is None:
+        raise _unknown(text, unit, expected, "B", "bit")
+    return _plausible(size, text, MOST_BYTES, "1 EiB")
+
+
+def parse_percent(text: str) -> float:
+    """A share from `56%`."""
+    expected = "a share such as 56% or 99.5%"
+    number, unit = _split(text, expected)
+    if unit != "%":
+        raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
+    return _plausible(number / 100, text, 1.0, "100%")
 
 
 def parse_count(text: str) -> float:

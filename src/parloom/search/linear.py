@@ -61,7 +61,7 @@ class LinearProgram:
         With `enough_nodes`, the best of what so many branches find, if they find something; with
         `max_nodes`, None where so many find nothing. Raises `RuntimeError` where the solver fails.
         """
-        solver = self._solver(gap)
+        solver = self.solver(gap)
         kinds = highspy.HighsModelStatus
         feasible = int(highspy.SolutionStatus.kSolutionStatusFeasible)
         most = MOST_NODES if max_nodes is None else max_nodes
@@ -84,7 +84,8 @@ class LinearProgram:
         nodes = max(1, int(info.mip_node_count))
         return Answer(cost, tuple(found.col_value), tuple(found.row_dual), bound, nodes)
 
-    def _solver(self, gap: float) -> highspy.Highs:
+    def solver(self, gap: float) -> highspy.Highs:
+        """HiGHS with this program in it, one thread, and nothing printed."""
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", 1)

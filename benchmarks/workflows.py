@@ -1,0 +1,110 @@
+"""Workflows from edge to cloud: dollars an hour of each method, simulated against planned figures.
+
+Run as `python benchmarks/workflows.py [--out F]`. Each shipped example is planned by every method;
+vqa, whose file has no latency bound, once with one. The large instance is that of the tests.
+"""
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.workflows import large
+
+from parloom.errors import InfeasibleError
+from parloom.workflow.answer import Method, plan_workflow
+from parloom.workflow.exact import in_time
+from parloom.workflow.examples import names, path_of
+from parloom.workflow.model import Workflow
+from parloom.workflow.read import load
+from parloom.workflow.simulate import expected, play
+
+REQUESTS = 400_000
+VQA_BOUND_S = 0.2
+LARGE_GAP, LARGE_S = 0.01, 60.0
+
+
+def instances() -> list[tuple[str, Workflow]]:
+    found = [(name, load(path_of(f"example:{name}"))) for name in names()]
+    vqa = load(path_of("example:vqa"))
+    found.append(("vqa, two-way", replace(vqa, two_way=True)))
+    found.append((f"vqa in {1e3 * VQA_BOUND_S:.0f} ms", replace(vqa, latency_s=VQA_BOUND_S)))
+    return found
+
+
+def dollars_of(workflow: Workflow) -> dict[str, Any]:
+    """By method: dollars an hour, or null, and whether the plan keeps the latency bound."""
+    row: dict[str, Any] = {}
+    for method in Method:
+        try:
+            plan = plan_workflow(workflow, method)
+        except InfeasibleError:
+            row[method.value] = None
+            continue
+        row[method.value] = {"usd_per_h": plan.usd_per_h, "in_time": in_time(plan)}
+    return row
+
+
+def played(workflow: Workflow) -> dict[str, Any]:
+    """Of the exact plan: planned and simulated rate and latencies, and their ratios."""
+    plan = plan_workflow(workflow)
+    found, wanted = play(plan, REQUESTS), expected(plan)
+    rate = min(workflow.rates[sink] for sink in workflow.sinks)
+    return {
+        "rate": found.rate_per_s / rate,
+        "bound_s": plan.latency_s,
+        "planned_s": wanted.latency_s,
+        "simulated_s": found.latency_s,
+        "planned_end_to_end_s": wanted.end_to_end_s,
+        "simulated_end_to_end_s": found.end_to_end_s,
+    }
+
+
+def scale(seed: int) -> dict[str, Any]:
+    began, cpu = time.monotonic(), time.process_time()
+    plan = plan_workflow(large(seed), gap=LARGE_GAP, seconds=LARGE_S)
+    seconds = {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
+    return {"seed": seed, "usd_per_h": plan.usd_per_h, "gap": plan.gap, **seconds}
+
+
+def cell(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return "-"
+    return f"{entry['usd_per_h']:.3f}{'' if entry['in_time'] else ' late'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seeds", type=int, default=3, help="large instances")
+    asked = parser.parse_args()
+    document: dict[str, Any] = {"machine": platform.processor(), "dollars": {}, "played": {}}
+    print("$ per hour".ljust(20), *(method.value.rjust(14) for method in Method))
+    for name, workflow in instances():
+        row = document["dollars"][name] = dollars_of(workflow)
+        print(name.ljust(20), *(cell(row[method.value]).rjust(14) for method in Method))
+    print()
+    print("exact plan, simulated / planned".ljust(34), "rate   latency  end to end")
+    for name, workflow in instances():
+        row = document["played"][name] = played(workflow)
+        if row["planned_s"] == float("inf"):
+            print(name.ljust(34), f"{row['rate']:.3f}  unbounded: a worker is busy all the time")
+            continue
+        latency = row["simulated_s"] / row["planned_s"]
+        whole = row["simulated_end_to_end_s"] / row["planned_end_to_end_s"]
+        print(name.ljust(34), f"{row['rate']:.3f}  {latency:.3f}    {whole:.3f}")
+    print()
+    print("30 operators, 200 workers: within 1%, at most 60 s")
+    document["large"] = [scale(seed) for seed in range(1, asked.seeds + 1)]
+    for row in document["large"]:
+        print(f"  seed {row['seed']}: gap {row['gap']:.2%} in {row['seconds']:.1f} s", end="")
+        print(f" ({row['cpu_s']:.1f} CPU s), {row['usd_per_h']:.3f} $/h")
+    if asked.out:
+        asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Workflows of models served over tiers of workers, from edge to cloud."""

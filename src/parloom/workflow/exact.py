@@ -1,0 +1,222 @@
+"""The cheapest plan, by integer programming, with the bound that proves it.
+
+Waits are convex in the rates, so the program has lines below them; where a plan waits longer than
+its lines say, lines are added at its utilizations, and it is solved again. Each program is a
+relaxation, so its bound holds for the workflow.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from parloom.workflow.model import Workflow
+from parloom.workflow.plan import Flow, Plan, flow_of, load_of
+from parloom.workflow.program import BUSIEST, COST, Allowed, Goal, Place, Program
+from parloom.workflow.queueing import balanced, together
+from parloom.workflow.solve import Found, solve
+
+NOTHING = 1e-9
+LATE, NEAR = 1e-6, 1e-4
+"""Share of the latency bound by which a plan may miss it: the solver's tolerance."""
+MOST_ROUNDS = 60
+
+
+def cheapest(
+    workflow: Workflow,
+    *,
+    method: str = "exact",
+    allowed: Allowed = lambda operator, worker: True,
+    start: Plan | None = None,
+    gap: float = 1e-7,
+    seconds: float | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Plan | None:
+    """The cheapest plan within `gap` of its bound, or the best when time or Ctrl-C ends it.
+
+    None where there is none; `start` is a plan to begin with, and the answer where none is better.
+    """
+    program = Program(workflow, COST, allowed)
+    ends = None if seconds is None else time.monotonic() + seconds
+    begin = _columns(program, start) if start is not None else None
+    bound = 0.0
+    best = start
+    for _ in range(MOST_ROUNDS):
+        left = None if ends is None else ends - time.monotonic()
+        found = solve(program.lp, gap, left, begin)
+        if found.infeasible:
+            return None
+        bound = max(bound, found.bound)
+        plan = _polished(program, found, gap) if found.values is not None else None
+        if plan is not None and _is_better(plan, best):
+            best = plan
+        stopped = found.interrupted or (ends is not None and time.monotonic() >= ends)
+        if stopped or found.values is None or best_is_proved(best, bound, gap):
+            break
+        progress(f"at least {bound:.4f} $/h; waits are longer than laid out, solving again")
+        if not _add_lines(program, found):
+            break
+        begin = None
+    if best is None:
+        if found.interrupted:
+            raise KeyboardInterrupt
+        return None
+    least = min(bound, best.usd_per_h)
+    return replace(best, method=method, bound_usd_per_h=least, interrupted=found.interrupted)
+
+
+def least_latency(workflow: Workflow) -> float:
+    """A latency that no plan is below, near the least there is; infinite where there is no plan."""
+    program = Program(workflow, Goal(latency=True))
+    bound = 0.0
+    for _ in range(MOST_ROUNDS):
+        found = solve(program.lp, NEAR)
+        bound = max(bound, found.bound)
+        if found.values is None or not _add_lines(program, found, NEAR):
+            break
+    return bound
+
+
+def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
+    """Whether the bound is as near as asked for."""
+    return best is not None and best.usd_per_h - bound <= gap * max(best.usd_per_h, NOTHING)
+
+
+def in_time(plan: Plan) -> bool:
+    """Whether the plan keeps the latency bound, if there is one."""
+    most = plan.workflow.latency_s
+    return most is None or plan.latency_s <= most * (1 + LATE)
+
+
+def _is_better(plan: Plan, than: Plan | None) -> bool:
+    return in_time(plan) and (than is None or plan.usd_per_h < than.usd_per_h)
+
+
+def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
+    """Workers in use: one that has no share was no better left out, as it costs nothing."""
+    return {
+        place: round(values[column])
+        for place, column in program.counts.items()
+        if values[column] > 0.5 and values[program.shares[place]] > NOTHING
+    }
+
+
+def variants_in(program: Program, values: tuple[float, ...]) -> dict[str, str]:
+    """The variant of each operator."""
+    return {name: v for (name, v), column in program.picks.items() if values[column] > 0.5}
+
+
+def _polished(program: Program, found: Found, gap: float) -> Plan | None:
+    """The plan of a solution, with rates and flows solved for its whole numbers."""
+    assert found.values is not None
+    variants, counts = variants_in(program, found.values), counts_in(program, found.values)
+    return routed(program.workflow, variants, counts, gap=gap, like=program)
+
+
+def routed(
+    workflow: Workflow,
+    variants: Mapping[str, str],
+    counts: Mapping[Place, int],
+    rates: Mapping[Place, float] | None = None,
+    *,
+    method: str = "",
+    gap: float = 1e-7,
+    like: Program | None = None,
+) -> Plan | None:
+    """The plan with these workers, whose rates (where not given) and flows cost least.
+
+    With a latency bound, and rates to choose, the plan keeps it, if that is possible.
+    """
+    plain = workflow if rates is None else replace(workflow, latency_s=None)
+    for _ in range(MOST_ROUNDS):
+        program = Program(plain) if like is None else Program(plain, allowed=like.allowed)
+        if like is not None:
+            program.lp.rows = list(like.lp.rows)
+        program.fix(variants, counts, rates)
+        program.lp.integers = [False] * len(program.lp.integers)
+        found = solve(program.lp, gap)
+        if found.values is None:
+            return None
+        plan = _plan(program, found.values, variants, counts, workflow, method)
+        if rates is not None or in_time(plan) or not _add_lines(program, found):
+            return plan
+        like = program
+    return plan
+
+
+def _plan(
+    program: Program,
+    values: tuple[float, ...],
+    variants: Mapping[str, str],
+    counts: Mapping[Place, int],
+    workflow: Workflow,
+    method: str,
+) -> Plan:
+    rates = {p: values[program.shares[p]] * workflow.rates[p[0]] for p in counts}
+    loads = tuple(
+        load_of(workflow, place, counts[place], rate)
+        for place, rate in _balanced(workflow, counts, rates).items()
+    )
+    flows: list[Flow] = []
+    for key, column in program.flows.items():
+        if values[column] > NOTHING:
+            producer, _, consumer, *pair = key
+            edge = next(e for e in workflow.inputs(consumer) if e.producer == producer)
+            size = edge.size(variants.get(producer, ""))
+            rate = values[column] * workflow.rates[consumer]
+            flows.append(flow_of(workflow, producer, consumer, size, (pair[0], pair[1]), rate))
+    return Plan(workflow, method, dict(variants), loads, tuple(flows))
+
+
+def _balanced(
+    workflow: Workflow, counts: Mapping[Place, int], rates: Mapping[Place, float]
+) -> dict[Place, float]:
+    """The same rate of each operator in each tier, shared so that it waits least.
+
+    Dollars depend on tiers alone.
+    """
+    groups: dict[tuple[str, int], list[Place]] = {}
+    for place in counts:
+        groups.setdefault((place[0], workflow.worker(place[2]).tier), []).append(place)
+    found: dict[Place, float] = {}
+    for (name, _), places in groups.items():
+        rate = math.fsum(rates[place] for place in places)
+        if rate <= NOTHING * workflow.rates[name]:
+            continue
+        workers = {
+            worker: (counts[place], workflow.operator(name).variant(variant).latency_s[worker])
+            for place in places
+            for _, variant, worker in [place]
+        }
+        others = together(workflow)[name]
+        shares = balanced(workers, rate, workflow.rates[name], others)
+        found |= {place: shares[place[2]] for place in places if shares[place[2]] > 0}
+    return found
+
+
+def _add_lines(program: Program, found: Found, off: float = LATE / 10) -> bool:
+    """Tangents where the solution waits longer than its lines say; whether there were any."""
+    assert found.values is not None
+    added = False
+    for place, column in program.times.items():
+        count, share = found.values[program.counts[place]], found.values[program.shares[place]]
+        if share <= NOTHING or count < 0.5:
+            continue
+        rate = program.workflow.rates[place[0]]
+        load = load_of(program.workflow, place, round(count), share * rate)
+        if load.time_s * share > found.values[column] * (1 + off) + 1e-15:
+            program.add_tangent(place, min(load.utilization, BUSIEST))
+            added = True
+    return added
+
+
+def _columns(program: Program, plan: Plan) -> dict[int, float]:
+    """A plan as values of the program's columns; those that follow are the solver's to find."""
+    values = {program.picks[item]: 1.0 for item in plan.variants.items()}
+    for load in plan.loads:
+        place = load.operator, load.variant, load.worker
+        if place not in program.counts:
+            return {}
+        values[program.counts[place]] = float(load.count)
+        values[program.shares[place]] = load.rate_per_s / plan.workflow.rates[load.operator]
+    return values

@@ -1,0 +1,285 @@
+"""The integer program of a workflow: variants, counts of workers, shares of rates, flows.
+
+Columns: `picks` (operator, variant) in {0, 1}; `counts` (operator, variant, worker) whole numbers:
+workers of one type are alike, so that no two solutions differ by their names; `shares` of the
+operator's rate that a type of workers takes; `flows` of an edge from tier to tier, as shares of the
+consumer's rate. One worker's part of its type's share is the same for all, which no other split
+beats: costs depend on sums only, and waits are convex.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from parloom.search.linear import LinearProgram
+from parloom.workflow.accuracy import add_floor
+from parloom.workflow.model import Edge, Operator, Variant, Worker, Workflow
+from parloom.workflow.queueing import UTILIZATIONS, tangent, together
+
+HOUR_S = 3600.0
+BUSIEST = 0.999
+"""The most that a worker is busy where there is a latency bound: a wait of 500 latencies."""
+MOST_DIVISORS = 12
+LEAST_PART, ROUNDING = 1e-3, 1e-9
+Place = tuple[str, str, str]
+"""An operator, its variant, and a type of workers."""
+FlowKey = tuple[str, str, str, int, int]
+"""Producer, its variant ("" where all send alike), consumer, and the tiers of both."""
+Allowed = Callable[[Operator, Worker], bool]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is made small: dollars (by default), latency, or less of the rates left out.
+
+    `more_workers`: the dollars of workers beyond those that are there, instead of all dollars.
+    """
+
+    latency: bool = False
+    scale: bool = False
+    more_workers: bool = False
+
+
+COST = Goal()
+
+
+@dataclass
+class Program:
+    """The program of one workflow, and its columns by what they decide."""
+
+    workflow: Workflow
+    goal: Goal = COST
+    allowed: Allowed = lambda operator, worker: True
+    lp: LinearProgram = field(default_factory=LinearProgram)
+    picks: dict[tuple[str, str], int] = field(default_factory=dict)
+    counts: dict[Place, int] = field(default_factory=dict)
+    shares: dict[Place, int] = field(default_factory=dict)
+    flows: dict[FlowKey, int] = field(default_factory=dict)
+    times: dict[Place, int] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+    scale: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.goal.scale:
+            self.scale = self.lp.column(-1.0, high=1.0)
+        for operator in self.workflow.order:
+            self._operator(operator)
+        self._workers()
+        for edge in self.workflow.edges:
+            self._edge(edge)
+        self._bandwidths()
+        add_floor(self.lp, self.workflow, self.picks)
+        if self.timed:
+            self._latency()
+
+    @property
+    def timed(self) -> bool:
+        bounded = self.workflow.latency_s is not None
+        return self.goal.latency or (bounded and not self.goal.scale and not self.goal.more_workers)
+
+    def paid(self, usd_per_h: float) -> float:
+        """The cost of a column whose dollars count, if dollars are the goal."""
+        return usd_per_h if self.goal == COST else 0.0
+
+    def _operator(self, operator: Operator) -> None:
+        lp, rate = self.lp, self.workflow.rates[operator.name]
+        picks = [lp.column(0.0, high=1.0, integer=True) for _ in operator.variants]
+        lp.row(dict.fromkeys(picks, 1.0), low=1.0, high=1.0)
+        everything: dict[int, float] = {}
+        for variant, pick in zip(operator.variants, picks, strict=True):
+            self.picks[operator.name, variant.name] = pick
+            shares = self._places(operator, variant, pick, rate)
+            if self.scale is None:
+                lp.row({**dict.fromkeys(shares, 1.0), pick: -1.0}, low=0.0, high=0.0)
+            else:
+                lp.row({**dict.fromkeys(shares, 1.0), pick: -1.0}, high=0.0)
+                everything |= dict.fromkeys(shares, 1.0)
+        if self.scale is not None:
+            lp.row({**everything, self.scale: -1.0}, low=0.0, high=0.0)
+
+    def _places(self, operator: Operator, variant: Variant, pick: int, rate: float) -> list[int]:
+        shares = []
+        cover: dict[int, float] = {}
+        for name, latency in variant.latency_s.items():
+            worker = self.workflow.worker(name)
+            if not self.allowed(operator, worker):
+                continue
+            place = operator.name, variant.name, name
+            # Share of the rate that one worker carries.
+            capacity = (BUSIEST if self.timed else 1.0) / (latency * rate)
+            enough = math.ceil(1 / capacity * (1 - ROUNDING))
+            most = worker.count if self.timed else min(worker.count, enough)
+            if self.goal.more_workers:
+                most = enough
+            count = self.lp.column(self.paid(worker.usd_per_h), high=float(most), integer=True)
+            share = self.lp.column(0.0, high=1.0)
+            self.lp.row({share: 1.0, count: -min(capacity, 1.0)}, high=0.0)
+            self.counts[place], self.shares[place] = count, share
+            shares.append(share)
+            cover[count] = capacity
+        if self.scale is None:
+            self._cover(cover, pick)
+        return shares
+
+    def _cover(self, capacities: Mapping[int, float], pick: int) -> None:
+        """Rows on counts alone that whole numbers imply: workers come in no parts.
+
+        Of sum a n >= pick, mixed-integer rounding: with b = 1 / divisor, f = b - floor(b),
+        sum (floor(a b) + min(1, (a b - floor(a b)) / f)) n >= ceil(b) pick.
+        """
+        if not capacities:
+            return
+        self.lp.row({**capacities, pick: -1.0}, low=0.0)
+        paid = sorted(capacities, key=lambda c: self.lp.costs[c] / capacities[c])
+        for divisor in {round(capacities[c], 9) for c in paid[:MOST_DIVISORS]}:
+            whole = math.floor(1 / divisor)
+            part = 1 / divisor - whole
+            if part < LEAST_PART:
+                continue
+            terms = {}
+            for column, capacity in capacities.items():
+                times = min(capacity, 1.0) / divisor
+                under = math.floor(times + ROUNDING)
+                terms[column] = under + min(1.0, max(0.0, times - under) / part + ROUNDING)
+            self.lp.row({**terms, pick: -(whole + 1.0)}, low=0.0)
+
+    def _workers(self) -> None:
+        for worker in self.workflow.workers:
+            used = [c for (_, _, name), c in self.counts.items() if name == worker.name]
+            if not used:
+                continue
+            terms = dict.fromkeys(used, 1.0)
+            if self.goal.more_workers:
+                # A worker that costs nothing is one more all the same.
+                more = self.lp.column(max(worker.usd_per_h, 1e-3), integer=True)
+                terms[more] = -1.0
+            self.lp.row(terms, high=float(worker.count))
+
+    def _edge(self, edge: Edge) -> None:
+        """Flows of one edge: what its producers have to send, and what its consumers get."""
+        sent = self._sent(edge)
+        got = self._tiers(edge.consumer, None)
+        from_to: dict[int, dict[int, float]] = {tier: {} for tier in got}
+        for (variant, sender), (terms, given) in sent.items():
+            leaving: dict[int, float] = {}
+            for receiver in got:
+                link = self.workflow.link(sender, receiver)
+                if link is None:
+                    continue
+                size = edge.size(variant)
+                cost = size * self.workflow.rates[edge.consumer] * link.usd_per_byte * HOUR_S
+                column = self.lp.column(self.paid(cost))
+                self.flows[edge.producer, variant, edge.consumer, sender, receiver] = column
+                leaving[column] = from_to[receiver][column] = 1.0
+            if leaving:
+                # Messages that are more than the consumer joins are not sent.
+                self.lp.row({**leaving, **{c: -a for c, a in terms.items()}}, high=given)
+        for receiver, shares in got.items():
+            self.lp.row({**from_to[receiver], **dict.fromkeys(shares, -1.0)}, low=0.0, high=0.0)
+
+    def _sent(self, edge: Edge) -> dict[tuple[str, int], tuple[dict[int, float], float]]:
+        """By variant and tier: messages per message that the consumer takes, as terms of columns
+        and a number.
+        """
+        rates = self.workflow.rates
+        surplus = rates[edge.producer] * edge.ratio / rates[edge.consumer]
+        source = self.workflow.source(edge.producer)
+        if source is not None:
+            if self.scale is not None:
+                return {("", source.tier): ({self.scale: surplus}, 0.0)}
+            return {("", source.tier): ({}, surplus)}
+        operator = self.workflow.operator(edge.producer)
+        variants = [v.name for v in operator.variants] if edge.by_variant else [None]
+        return {
+            (variant or "", tier): (dict.fromkeys(shares, surplus), 0.0)
+            for variant in variants
+            for tier, shares in self._tiers(edge.producer, variant).items()
+        }
+
+    def _tiers(self, name: str, variant: str | None) -> dict[int, list[int]]:
+        """Share columns of an operator, or of one variant of it, by tier."""
+        found: dict[int, list[int]] = {}
+        for (operator, own, worker), column in self.shares.items():
+            if operator == name and variant in (None, own):
+                found.setdefault(self.workflow.worker(worker).tier, []).append(column)
+        return found
+
+    def _bandwidths(self) -> None:
+        for pair, link in self.workflow.links.items():
+            if link.bytes_per_s == float("inf"):
+                continue
+            terms = {
+                column: self.flow_bytes_per_s(key) / link.bytes_per_s
+                for key, column in self.flows.items()
+                if key[3:] == pair
+            }
+            if terms:
+                self.lp.row(terms, high=1.0)
+
+    def flow_bytes_per_s(self, key: FlowKey) -> float:
+        """Bytes per second of a whole flow, which is as much as its consumer's rate."""
+        producer, variant, consumer, *_ = key
+        edge = next(e for e in self.workflow.inputs(consumer) if e.producer == producer)
+        return edge.size(variant) * self.workflow.rates[consumer]
+
+    def _latency(self) -> None:
+        """Mean times add up along each path; the latest result is in time."""
+        for operator in self.workflow.order:
+            self.reached[operator.name] = self.lp.column(0.0)
+        for place, share in self.shares.items():
+            self.times[place] = self.lp.column(0.0)
+            latency = self.workflow.operator(place[0]).variant(place[1]).latency_s[place[2]]
+            self.lp.row({self.times[place]: 1.0, share: -latency}, low=0.0)
+            for utilization in UTILIZATIONS:
+                self.add_tangent(place, utilization)
+        for edge in self.workflow.edges:
+            self._arrival(edge)
+        most, slowest = self.workflow.latency_s, None
+        if self.goal.latency:
+            slowest, most = self.lp.column(1.0), 0.0
+        for sink in self.workflow.sinks:
+            terms = {self.reached[sink]: 1.0} | ({} if slowest is None else {slowest: -1.0})
+            self.lp.row(terms, high=float("inf") if most is None else most)
+
+    def _arrival(self, edge: Edge) -> None:
+        """An operator is done its own time after an input is there, on average."""
+        terms = {self.reached[edge.consumer]: 1.0}
+        for place, column in self.times.items():
+            if place[0] == edge.consumer:
+                terms[column] = -1.0
+        for key, column in self.flows.items():
+            if (key[0], key[2]) == (edge.producer, edge.consumer):
+                link = self.workflow.link(*key[3:])
+                if link is not None and (seconds := link.seconds(edge.size(key[1]))):
+                    terms[column] = -seconds
+        if edge.producer in self.reached:
+            terms[self.reached[edge.producer]] = -1.0
+        self.lp.row(terms, low=0.0)
+
+    def add_tangent(self, place: Place, utilization: float) -> None:
+        """A line below the time at these workers, where each is so busy."""
+        name, variant, worker = place
+        latency = self.workflow.operator(name).variant(variant).latency_s[worker]
+        rate = self.workflow.rates[name]
+        batch = together(self.workflow)[name] / (rate * latency)
+        slope, at_zero = tangent(utilization, batch)
+        terms = {self.times[place]: 1.0, self.shares[place]: -slope * latency}
+        self.lp.row({**terms, self.counts[place]: -at_zero / rate}, low=0.0)
+
+    def fix(
+        self,
+        variants: Mapping[str, str],
+        counts: Mapping[Place, int],
+        rates: Mapping[Place, float] | None = None,
+    ) -> None:
+        """Leave flows, and the rates that are not given, as the only decisions."""
+        for (name, variant), column in self.picks.items():
+            self._hold(column, float(variants[name] == variant))
+        for place, column in self.counts.items():
+            self._hold(column, float(counts.get(place, 0)))
+        if rates is not None:
+            for place, column in self.shares.items():
+                self._hold(column, rates.get(place, 0.0) / self.workflow.rates[place[0]])
+
+    def _hold(self, column: int, value: float) -> None:
+        self.lp.bounds[column] = (value, value)

@@ -1,0 +1,90 @@
+"""Time at an operator: service, and the wait in an M/D/1 queue before each worker.
+
+Requests are sent to a worker at random, in the shares of the plan, so that those of a source arrive
+there as a Poisson process. With utilization u = rate x latency, the mean wait is
+latency x u / (2 (1 - u)). Where the messages of one request arrive together (ratio above one), a
+message waits for those of its own request, too: on average b of all workers', of which the rate's
+share comes to this one, and the wait is latency x (u + b x rate / all) / (2 (1 - u)).
+"""
+
+import math
+from collections.abc import Mapping
+
+from parloom.workflow.model import Workflow
+
+UTILIZATIONS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
+"""Where waits are laid tangents from the start."""
+FULL, BISECTIONS = 1e-9, 200
+ALWAYS = 1e-6
+"""A worker that is idle no more than this is busy all the time, but for rounding."""
+
+
+def together(workflow: Workflow) -> Mapping[str, float]:
+    """Of each operator: how many others of its request a message arrives with, on average.
+
+    E[n (n - 1)] / E[n] of n messages, the whole number below the ratio or the one above it.
+    """
+    found = {}
+    for operator in workflow.operators:
+        # The last input sets when a join begins, and its rate.
+        ratio = max(edge.ratio for edge in workflow.inputs(operator.name))
+        whole = int(ratio)
+        more = ratio - whole
+        pairs = (1 - more) * whole * (whole - 1) + more * (whole + 1) * whole
+        found[operator.name] = pairs / ratio
+    return found
+
+
+def wait_s(latency_s: float, rate_per_s: float, all_per_s: float, others: float) -> float:
+    """The mean wait before one worker; infinite where it is busy all the time."""
+    utilization = latency_s * rate_per_s
+    if utilization >= 1 - ALWAYS:
+        return float("inf")
+    met = utilization + others * rate_per_s / all_per_s
+    return latency_s * met / (2 * (1 - utilization))
+
+
+def tangent(utilization: float, batch: float) -> tuple[float, float]:
+    """Slope and value at zero of a line below f(u) = u + u^2 (1 + batch) / (2 (1 - u)).
+
+    f is the requests that are at a worker (rate x time) at utilization u; `batch` is
+    others / (all x latency), see the module.
+    """
+    u, more = utilization, 1 + batch
+    slope = 1 + more * (2 * u - u * u) / (2 * (1 - u) ** 2)
+    value = u + more * u * u / (2 * (1 - u))
+    return slope, value - slope * u
+
+
+def balanced(
+    workers: Mapping[str, tuple[int, float]], rate_per_s: float, all_per_s: float, others: float
+) -> dict[str, float]:
+    """A rate over workers, (count, latency) by type, so that all its requests' mean time is least.
+
+    The time of one request more is then the same at all that are used. With f as for `tangent`,
+    latency x f'(u) is that time where u = 1 - 1 / sqrt(1 + 2 c) and
+    c = (time / latency - 1) / (1 + batch).
+    """
+    capacity = math.fsum(count / latency for count, latency in workers.values())
+    if rate_per_s >= capacity * (1 - FULL):
+        share = rate_per_s / capacity
+        return {name: share * count / latency for name, (count, latency) in workers.items()}
+
+    def rates(time_s: float) -> dict[str, float]:
+        found = {}
+        for name, (count, latency) in workers.items():
+            c = (time_s / latency - 1) / (1 + others / (all_per_s * latency))
+            found[name] = (1 - 1 / math.sqrt(1 + 2 * c)) * count / latency if c > 0 else 0.0
+        return found
+
+    low = high = min(latency for _, latency in workers.values())
+    while math.fsum(rates(high).values()) < rate_per_s:
+        high *= 2
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if math.fsum(rates(middle).values()) < rate_per_s else (low, middle)
+        )
+    found = rates(high)
+    scale = rate_per_s / math.fsum(found.values())
+    return {name: rate * scale for name, rate in found.items()}

@@ -1,0 +1,365 @@
+"""Workflow files: YAML to a workflow, every fault with its line and column.
+
+The format: `docs/reference/workflows.md`. A file of the numbers of a published instance, whose
+units are fixed, is read by `published`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from parloom.cost import units
+from parloom.cost.strict_yaml import Section, read
+from parloom.errors import InputError, nearest
+from parloom.input_files import MIB, read_input
+from parloom.workflow.checks import check_graph, check_workers, known
+from parloom.workflow.model import (
+    Accuracy,
+    Edge,
+    Link,
+    Operator,
+    Positions,
+    Rule,
+    Sample,
+    Source,
+    Variant,
+    Worker,
+    Workflow,
+)
+from parloom.workflow.profiles import read_profile
+from parloom.workflow.published import is_published, read_published
+
+MOST_BYTES = MIB
+TRAFFIC = ("one-way", "two-way")
+Latencies = Mapping[tuple[str, str], Mapping[str, float]]
+"""By operator and variant: seconds by worker."""
+
+
+def load(path: str | Path) -> Workflow:
+    """The workflow of a file; raises `InputError` with file:line:column."""
+    return read_workflow(_text(path), str(path))
+
+
+def _text(path: str | Path) -> str:
+    data = read_input(Path(path), "the workflow", MOST_BYTES)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read the workflow {path}: it is not UTF-8 text") from None
+
+
+def models(path: str | Path) -> dict[tuple[str, str], str]:
+    """The PyTorch models that a file names, by operator and variant; it may lack their latencies.
+
+    Raises `InputError` where there are none.
+    """
+    root = read(_text(path), str(path))
+    section = root.section("operators")
+    found = {}
+    for operator in section.named():
+        variants = section.section(operator).section("variants")
+        for variant in variants.named():
+            own = variants.section(variant)
+            if own.has("model"):
+                found[operator, variant] = own.text("model")
+    if not found:
+        raise section.error(section.node, "no variant has a `model`, as zoo:resnet, to be timed")
+    return found
+
+
+def read_workflow(text: str, where: str) -> Workflow:
+    """The workflow that YAML describes; profiles are looked for beside the file `where`."""
+    root = read(text, where)
+    if is_published(root):
+        return read_published(root)
+    root.check(
+        ("sources", "operators", "messages", "workers"),
+        ("name", "tiers", "traffic", "links", "accuracy", "latency_bound", "profiles"),
+    )
+    tiers = _tiers(root)
+    workers = _workers(root.section("workers"), tiers)
+    measured = _profiles(root, {worker.name for worker in workers})
+    rule = _rule(root)
+    operators = _operators(root.section("operators"), workers, measured, rule)
+    sources = _sources(root.section("sources"), tiers, operators)
+    edges = tuple(_edge(section, sources, operators) for section in root.sections("messages"))
+    check_graph(root, "messages", sources, operators, edges)
+    check_workers(root, tiers, workers, operators)
+    accuracy, floor = _accuracy(root, rule, operators, edges)
+    bounded = root.has("latency_bound")
+    rates = root.section("sources")
+    return Workflow(
+        root.text_or("name", Path(where).stem),
+        tiers,
+        sources,
+        operators,
+        edges,
+        workers,
+        _links(root, tiers),
+        accuracy,
+        root.parse("latency_bound", _time) if bounded else None,
+        _traffic(root) == "two-way",
+        Positions(
+            floor,
+            rates.at(rates.key(rates.names()[0])),
+            root.at(root.get("latency_bound")) if bounded else "",
+        ),
+    )
+
+
+def _time(text: str) -> float:
+    seconds = units.parse_seconds(text)
+    if not seconds:
+        raise InputError(f"{text!r} is no time at all; write more than 0")
+    return seconds
+
+
+def _tiers(root: Section) -> tuple[str, ...]:
+    if not root.has("tiers"):
+        return ("edge", "cloud")
+    tiers = root.texts("tiers")
+    for position, tier in enumerate(tiers):
+        if tier in tiers[:position]:
+            raise root.error(root.get("tiers"), f"tiers: the name {tier!r} is given twice")
+    return tiers
+
+
+def _traffic(root: Section) -> str:
+    traffic = root.text_or("traffic", TRAFFIC[0])
+    if traffic not in TRAFFIC:
+        raise root.error(
+            root.get("traffic"), f"traffic: unknown {traffic!r}{nearest(traffic, TRAFFIC)}"
+        )
+    return traffic
+
+
+def _tier(section: Section, key: str, tiers: tuple[str, ...]) -> int:
+    return tiers.index(known(section, key, "tier", tiers))
+
+
+def _workers(section: Section, tiers: tuple[str, ...]) -> tuple[Worker, ...]:
+    workers = []
+    for name in section.named():
+        own = section.section(name)
+        own.check(("tier", "price"), ("count",))
+        price = own.parse("price", units.parse_usd_per_h)
+        count = own.integer("count") if own.has("count") else 1
+        workers.append(Worker(name, _tier(own, "tier", tiers), price, count))
+    return tuple(workers)
+
+
+def _profiles(root: Section, workers: set[str]) -> Latencies:
+    """What profile files measured, by operator and variant; later files come first."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for name in root.texts("profiles"):
+        path = Path(root.where).parent / name
+        try:
+            profile = read_profile(path)
+        except InputError as error:
+            raise root.error(root.get("profiles"), f"profiles: {error}") from None
+        if profile.worker not in workers:
+            hint = nearest(profile.worker, workers)
+            message = f"profiles: {path} is of the worker {profile.worker!r}, which is none{hint}"
+            raise root.error(root.get("profiles"), message)
+        for key, seconds in profile.latency_s.items():
+            found.setdefault(key, {})[profile.worker] = seconds
+    return found
+
+
+def _sources(
+    section: Section, tiers: tuple[str, ...], operators: tuple[Operator, ...]
+) -> tuple[Source, ...]:
+    taken = {operator.name for operator in operators}
+    sources = []
+    for name in section.named():
+        if name in taken:
+            raise section.error(section.key(name), f"{name!r} is an operator, too; name one anew")
+        own = section.section(name)
+        own.check(("rate",), ("tier",))
+        tier = _tier(own, "tier", tiers) if own.has("tier") else 0
+        sources.append(Source(name, own.parse("rate", units.parse_requests), tier))
+    return tuple(sources)
+
+
+def _operators(
+    section: Section, workers: tuple[Worker, ...], measured: Latencies, rule: Rule
+) -> tuple[Operator, ...]:
+    operators = []
+    names = section.named()
+    for name in names:
+        own = section.section(name)
+        own.check(("variants",))
+        variants = own.section("variants")
+        several = []
+        for variant in variants.named():
+            described = variants.section(variant)
+            described.check((), ("latency", "accuracy", "model"))
+            latencies = dict(measured.get((name, variant), {}))
+            if described.has("latency"):
+                latencies |= _latencies(described.section("latency"), workers)
+            if not latencies:
+                message = f"variant {variant!r} of {name!r} has no latency on any worker"
+                raise variants.error(variants.key(variant), message)
+            accuracy, samples = _own_accuracy(described, rule, names)
+            several.append(Variant(variant, latencies, accuracy, samples))
+        operators.append(Operator(name, tuple(several)))
+    listed = {
+        (operator.name, variant.name) for operator in operators for variant in operator.variants
+    }
+    for one in measured:
+        if one not in listed:
+            known_names = sorted("/".join(key) for key in listed)
+            hint = nearest("/".join(one), known_names)
+            raise section.error(
+                section.node, f"a profile names {'/'.join(one)!r}, which is none{hint}"
+            )
+    return tuple(operators)
+
+
+def _latencies(section: Section, workers: tuple[Worker, ...]) -> dict[str, float]:
+    names = [worker.name for worker in workers]
+    found = {}
+    for name in section.named():
+        if name not in names:
+            raise section.error(section.key(name), f"unknown worker {name!r}{nearest(name, names)}")
+        found[name] = section.parse(name, _time)
+    return found
+
+
+def _own_accuracy(
+    section: Section, rule: Rule, operators: tuple[str, ...]
+) -> tuple[float, tuple[Sample, ...]]:
+    if not section.has("accuracy"):
+        return 1.0, ()
+    if rule not in (Rule.PRODUCT, Rule.PROFILES):
+        message = "accuracy: nothing reads it; say `rule: product` or `rule: profiles`"
+        raise section.error(section.key("accuracy"), f"{message} under the file's `accuracy`")
+    if not section.is_list("accuracy"):
+        own = section.parse("accuracy", units.parse_percent)
+        return own, (Sample({}, own),)
+    if rule is not Rule.PROFILES:
+        message = "accuracy: samples are for `rule: profiles`; a product takes one number"
+        raise section.error(section.get("accuracy"), message)
+    samples = []
+    for sample in section.sections("accuracy"):
+        sample.check(("inputs", "output"))
+        inputs = sample.section("inputs")
+        needed = {}
+        for name in inputs.named():
+            if name not in operators:
+                raise inputs.error(
+                    inputs.key(name), f"unknown operator {name!r}{nearest(name, operators)}"
+                )
+            needed[name] = inputs.parse(name, units.parse_percent)
+        samples.append(Sample(needed, sample.parse("output", units.parse_percent)))
+    return 1.0, tuple(samples)
+
+
+def _edge(section: Section, sources: tuple[Source, ...], operators: tuple[Operator, ...]) -> Edge:
+    section.check(("from", "to", "size"), ("ratio",))
+    by_name = {operator.name: operator for operator in operators}
+    producer = known(section, "from", "source or operator", [*(s.name for s in sources), *by_name])
+    consumer = known(section, "to", "operator", list(by_name))
+    ratio = section.parse_or("ratio", _ratio, 1.0)
+    if not section.is_mapping("size"):
+        return Edge(producer, consumer, {"": section.parse("size", units.parse_mean_bytes)}, ratio)
+    sizes = section.section("size")
+    if producer not in by_name:
+        raise section.error(sizes.node, f"size: {producer!r} is a source and has no variants")
+    variants = tuple(variant.name for variant in by_name[producer].variants)
+    sizes.check(variants)
+    by_variant = {name: sizes.parse(name, units.parse_mean_bytes) for name in variants}
+    return Edge(producer, consumer, by_variant, ratio)
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 < ratio <= 1e6:
+        raise InputError(f"expected a number above 0, such as 3 or 0.25, got {text!r}")
+    return ratio
+
+
+def _links(root: Section, tiers: tuple[str, ...]) -> dict[tuple[int, int], Link]:
+    links: dict[tuple[int, int], Link] = {}
+    for section in root.sections("links") if root.has("links") else ():
+        section.check(("from", "to"), ("price", "bandwidth", "latency"))
+        pair = _tier(section, "from", tiers), _tier(section, "to", tiers)
+        if pair in links:
+            ends = f"from {tiers[pair[0]]!r} to {tiers[pair[1]]!r}"
+            raise section.error(section.node, f"the link {ends} is given twice")
+        links[pair] = Link(
+            section.parse_or("price", units.parse_usd_per_byte, 0.0),
+            section.parse_or("bandwidth", units.parse_bandwidth, float("inf")),
+            section.parse_or("latency", units.parse_seconds, 0.0),
+        )
+    return links
+
+
+def _rule(root: Section) -> Rule:
+    if not root.has("accuracy"):
+        return Rule.NONE
+    section = root.section("accuracy")
+    section.check(("rule", "floor"), ("table",))
+    rules = [rule.value for rule in Rule if rule is not Rule.NONE]
+    rule = Rule(known(section, "rule", "rule", rules))
+    if (rule is Rule.TABLE) != section.has("table"):
+        raise section.error(section.node, "a table goes with `rule: table`, and that with a table")
+    return rule
+
+
+def _accuracy(
+    root: Section, rule: Rule, operators: tuple[Operator, ...], edges: tuple[Edge, ...]
+) -> tuple[Accuracy, str]:
+    """The accuracy that is asked for, and where the file says its floor."""
+    if rule is Rule.NONE:
+        return Accuracy(), ""
+    section = root.section("accuracy")
+    floor = section.parse("floor", units.parse_percent)
+    at = section.at(section.get("floor"))
+    if rule is Rule.PROFILES:
+        _check_samples(root, operators, edges)
+    if rule is not Rule.TABLE:
+        return Accuracy(rule, floor), at
+    names, table = _table(section, operators)
+    return Accuracy(rule, floor, names, table), at
+
+
+def _table(
+    section: Section, operators: tuple[Operator, ...]
+) -> tuple[tuple[str, ...], dict[tuple[str, ...], float]]:
+    by_name = {operator.name: operator for operator in operators}
+    table: dict[tuple[str, ...], float] = {}
+    names: tuple[str, ...] = ()
+    for row in section.sections("table"):
+        if not names:
+            names = tuple(name for name in row.named() if name != "accuracy")
+            for name in names:
+                if name not in by_name:
+                    hint = nearest(name, by_name)
+                    raise row.error(row.key(name), f"unknown operator {name!r}{hint}")
+        row.check((*names, "accuracy"))
+        several = ([v.name for v in by_name[name].variants] for name in names)
+        key = tuple(known(row, n, "variant", v) for n, v in zip(names, several, strict=True))
+        if key in table:
+            raise row.error(row.node, f"the row of {', '.join(key)} is given twice")
+        table[key] = row.parse("accuracy", units.parse_percent)
+    return names, table
+
+
+def _check_samples(root: Section, operators: tuple[Operator, ...], edges: tuple[Edge, ...]) -> None:
+    """Raise `InputError` where samples do not name just the operators that send messages."""
+    names = {operator.name for operator in operators}
+    section = root.section("operators")
+    for operator in operators:
+        needed = {e.producer for e in edges if e.consumer == operator.name} & names
+        variants = section.section(operator.name).section("variants")
+        for variant in operator.variants:
+            wrong = any(set(sample.inputs) != needed for sample in variant.samples)
+            if variant.samples and not wrong:
+                continue
+            listed = ", ".join(sorted(needed))
+            how = f"a list of samples with inputs {listed}" if needed else "one number, as 92%"
+            message = f"variant {variant.name!r} of {operator.name!r} needs an accuracy: {how}"
+            raise section.error(variants.key(variant.name), message)

@@ -1,0 +1,284 @@
+"""Events of a plan, request by request: rates, waits and latencies, to hold against its figures.
+
+Requests come as a Poisson process. Each keeps one number drawn from [0, 1), which says whether it
+is among those that a ratio below one lets through, and another, which says how many messages it has
+where a ratio is above one, so that a join gets all its inputs of the same request. Its tier at each
+operator is drawn by one number, too, the low tiers first: no message goes another way than the
+flows say. In the tier it goes to a worker at random, by the rates
+of the plan, waits there in order of arrival, and is served in the variant's latency. Links pass
+messages side by side.
+
+A network without loops needs no list of events: operators are played in order, each worker's
+departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1)) + latency.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parloom.workflow.model import Edge
+from parloom.workflow.plan import Load, Plan
+from parloom.workflow.smoothing import smoothed
+
+Times = NDArray[np.float64]
+Whole = NDArray[np.int64]
+Queue = Callable[[Times, float, Load, np.random.Generator], Times]
+WARM_UP = 0.1
+PARTS = 20
+"""Of the run, for the error of a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """Means over the requests of a run after its first tenth, with the standard error of the end
+    to end time; `operators_s` is the time at each operator.
+    """
+
+    requests: int
+    rate_per_s: float
+    """Results that the slowest operator without readers hands out."""
+    latency_s: float
+    """Of the plan's slowest path, waits for other inputs of joins left out: as the plan has it."""
+    end_to_end_s: float
+    """From a request's start to its last result, joins waited for."""
+    error_s: float
+    p99_s: float
+    operators_s: Mapping[str, float]
+    utilizations: Mapping[tuple[str, str], float]
+    """By operator and worker, while requests came."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Messages of one operator: the request of each, when it is done, its tier."""
+
+    request: Whole
+    done: Times
+    tier: Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Mean times without playing: of the plan's slowest path, from end to end, of each operator."""
+
+    latency_s: float
+    end_to_end_s: float
+    operators_s: Mapping[str, float]
+
+
+def expected(plan: Plan, requests: int = 40_000) -> Expected:
+    """What play will find, by formulas: waits as if each queue were by itself, with arrivals as
+    regular as `smoothed` says. Infinite where a worker is busy all the time.
+    """
+    if not np.isfinite(plan.latency_s):
+        never = {operator.name: float("inf") for operator in plan.workflow.operators}
+        return Expected(float("inf"), float("inf"), never)
+    waits = smoothed(plan)
+    times = {
+        operator.name: sum(
+            load.rate_per_s * (_service_s(plan, load) + waits[load.operator, load.worker])
+            for load in plan.loads_of(operator.name)
+        )
+        / plan.workflow.rates[operator.name]
+        for operator in plan.workflow.operators
+    }
+    path = plan.path
+    latency = sum(times[name] for name in path[1:])
+    latency += sum(plan.edge_s(*pair) for pair in pairwise(path))
+    return Expected(latency, play(plan, requests, waits=waits).end_to_end_s, times)
+
+
+def _service_s(plan: Plan, load: Load) -> float:
+    return plan.workflow.operator(load.operator).variant(load.variant).latency_s[load.worker]
+
+
+def play(
+    plan: Plan,
+    requests: int = 200_000,
+    seed: int = 0,
+    *,
+    waits: Mapping[tuple[str, str], float] | None = None,
+) -> Played:
+    """Play so many requests; the same seed plays the same.
+
+    With mean `waits`, each wait is drawn from a distribution, whatever the other requests do.
+    """
+    workflow = plan.workflow
+    rng = np.random.default_rng(seed)
+    fastest = max(source.rate_per_s for source in workflow.sources)
+    starts = np.cumsum(rng.exponential(1 / fastest, requests))
+    kept, where, more = rng.random(requests), rng.random(requests), rng.random(requests)
+    # The share of requests that have messages here, and how many each of those has on average.
+    present = {source.name: source.rate_per_s / fastest for source in workflow.sources}
+    each = dict.fromkeys(present, 1.0)
+    streams: dict[str, _Stream] = {}
+    for source in workflow.sources:
+        mine = np.flatnonzero(kept < source.rate_per_s / fastest)
+        streams[source.name] = _Stream(mine, starts[mine], np.full(len(mine), source.tier))
+    spent: dict[str, float] = {}
+    edges: dict[tuple[str, str], float] = {}
+    busy: dict[tuple[str, str], float] = {}
+    for operator in workflow.order:
+        name = operator.name
+        present[name] = min(
+            present[edge.producer] * min(1.0, edge.ratio * each[edge.producer])
+            for edge in workflow.inputs(name)
+        )
+        each[name] = max(1.0, workflow.rates[name] / fastest / present[name])
+        number = np.where(kept < present[name], _number(each[name], more), 0)
+        request = np.repeat(np.arange(requests), number)
+        index = np.arange(len(request)) - np.repeat(np.cumsum(number) - number, number)
+        loads = plan.loads_of(name)
+        tier = _tiers(plan, loads, where[request])
+        arrival = np.zeros(len(request))
+        warm = request >= WARM_UP * requests
+        for edge in workflow.inputs(name):
+            came, on_its_way = _arrivals(
+                plan, edge, streams[edge.producer], request, index, number, tier
+            )
+            edges[edge.producer, name] = float(on_its_way[warm].mean())
+            arrival = np.maximum(arrival, came)
+        queue = _waits if waits is None else partial(_drawn_waits, waits)
+        done = _served(plan, loads, arrival, tier, rng, busy, float(starts[-1]), queue)
+        spent[name] = float((done - arrival)[warm].mean())
+        streams[name] = _Stream(request, done, tier)
+    return _measured(plan, starts, streams, spent, edges, busy)
+
+
+def _number(mean: float, drawn: Times) -> Whole:
+    """Messages of each request that has some: the whole number below the mean, or one more."""
+    whole = int(mean)
+    return whole + (drawn < mean - whole).astype(np.int64)
+
+
+def _tiers(plan: Plan, loads: tuple[Load, ...], where: Times) -> Whole:
+    """The tier of each message, in the plan's shares."""
+    rates: dict[int, float] = {}
+    for load in loads:
+        tier = plan.workflow.worker(load.worker).tier
+        rates[tier] = rates.get(tier, 0.0) + load.rate_per_s
+    tiers = sorted(rates)
+    edges = np.cumsum([rates[tier] for tier in tiers]) / sum(rates.values())
+    position = np.minimum(np.searchsorted(edges, where, side="right"), len(tiers) - 1)
+    return np.asarray(tiers)[position]
+
+
+def _arrivals(
+    plan: Plan,
+    edge: Edge,
+    stream: _Stream,
+    request: Whole,
+    index: Whole,
+    number: Whole,
+    tier: Whole,
+) -> tuple[Times, Times]:
+    """When each message of an edge arrives, and how long it was on its way."""
+    first = np.searchsorted(stream.request, np.arange(len(number)))
+    sent = np.append(first[1:], len(stream.request)) - first
+    # The k-th of n messages is made of the producer's request at the same place among its own.
+    parent = first[request] + index * sent[request] // number[request]
+    size = edge.size(plan.variants.get(edge.producer, ""))
+    seconds = np.zeros(len(request))
+    for sender in np.unique(stream.tier):
+        for receiver in np.unique(tier):
+            link = plan.workflow.link(int(sender), int(receiver))
+            between = (stream.tier[parent] == sender) & (tier == receiver)
+            if link is not None:
+                seconds[between] = link.seconds(size)
+    return stream.done[parent] + seconds, seconds
+
+
+def _served(
+    plan: Plan,
+    loads: tuple[Load, ...],
+    arrival: Times,
+    tier: Whole,
+    rng: np.random.Generator,
+    busy: dict[tuple[str, str], float],
+    span_s: float,
+    queue: Queue,
+) -> Times:
+    """When each message is done, by the worker that it is sent to."""
+    done = np.zeros(len(arrival))
+    drawn = rng.random(len(arrival))
+    for level in np.unique(tier):
+        here = [load for load in loads if plan.workflow.worker(load.worker).tier == level]
+        each = [(load, load.rate_per_s / load.count) for load in here for _ in range(load.count)]
+        edges = np.cumsum([rate for _, rate in each])
+        mine = np.flatnonzero(tier == level)
+        chosen = np.minimum(
+            np.searchsorted(edges / edges[-1], drawn[mine], side="right"), len(each) - 1
+        )
+        for position, (load, _) in enumerate(each):
+            messages = mine[chosen == position]
+            latency = plan.workflow.operator(load.operator).variant(load.variant)
+            service = latency.latency_s[load.worker]
+            order = messages[np.argsort(arrival[messages], kind="stable")]
+            done[order] = arrival[order] + queue(arrival[order], service, load, rng) + service
+            key = load.operator, load.worker
+            share = len(order) * service / span_s / load.count
+            busy[key] = busy.get(key, 0.0) + share
+    return done
+
+
+def _waits(arrival: Times, service_s: float, load: Load, rng: np.random.Generator) -> Times:
+    """Before one worker, of messages in order of arrival."""
+    steps = service_s * np.arange(len(arrival))
+    return np.asarray(np.maximum.accumulate(arrival - steps) + steps - arrival)
+
+
+def _drawn_waits(
+    waits: Mapping[tuple[str, str], float],
+    arrival: Times,
+    service_s: float,
+    load: Load,
+    rng: np.random.Generator,
+) -> Times:
+    """By Pollaczek and Khinchine: a geometric number of uniform parts of a service, stretched to
+    the mean.
+    """
+    parts = rng.geometric(1 - load.utilization, len(arrival)) - 1
+    of = np.repeat(np.arange(len(arrival)), parts)
+    drawn = np.bincount(of, rng.random(len(of)), len(arrival)) * service_s
+    plain = service_s * load.utilization / (2 * (1 - load.utilization))
+    return np.asarray(drawn * (waits[load.operator, load.worker] / plain))
+
+
+def _measured(
+    plan: Plan,
+    starts: Times,
+    streams: Mapping[str, _Stream],
+    spent: Mapping[str, float],
+    edges: Mapping[tuple[str, str], float],
+    busy: Mapping[tuple[str, str], float],
+) -> Played:
+    requests = len(starts)
+    last = np.zeros(requests)
+    rates = []
+    for sink in plan.workflow.sinks:
+        stream = streams[sink]
+        np.maximum.at(last, stream.request, stream.done)
+        wanted = plan.workflow.rates[sink]
+        rates.append((len(stream.done) / float(stream.done.max()) / wanted, sink))
+    slowest = min(rates)
+    path = plan.path
+    latency = sum(spent[name] for name in path[1:])
+    latency += sum(edges[pair] for pair in pairwise(path))
+    seen = np.flatnonzero(last > 0)
+    seen = seen[seen >= WARM_UP * requests]
+    whole = last[seen] - starts[seen]
+    parts = [part.mean() for part in np.array_split(whole, PARTS)]
+    return Played(
+        requests,
+        slowest[0] * plan.workflow.rates[slowest[1]],
+        latency,
+        float(whole.mean()),
+        float(np.std(parts, ddof=1) / np.sqrt(PARTS)),
+        float(np.quantile(whole, 0.99)),
+        dict(spent),
+        dict(busy),
+    )

@@ -1,0 +1,160 @@
+"""The cheapest plan of a workflow is what enumeration finds, and its bound proves it."""
+
+from dataclasses import replace
+
+import pytest
+
+from parloom.errors import InfeasibleError
+from parloom.workflow.accuracy import best_accuracy
+from parloom.workflow.answer import Method, plan_workflow
+from parloom.workflow.model import Variant, Workflow
+from parloom.workflow.plan import Plan
+from parloom.workflow.simulate import play
+from tests.workflows import accurate, drawn, least_dollars, rate
+
+BLOCKS, EACH = 10, 20
+TIGHT = 1e-6
+
+
+def planned(workflow: Workflow, method: Method = Method.EXACT) -> Plan | None:
+    try:
+        return plan_workflow(workflow, method)
+    except InfeasibleError:
+        return None
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_exact_plans_cost_what_enumeration_finds(block: int) -> None:
+    for seed in range(block * EACH, (block + 1) * EACH):
+        workflow = drawn(seed)
+        plan, least = planned(workflow), least_dollars(workflow)
+        assert (plan is None) == (least is None), seed
+        if plan is not None and least is not None:
+            assert plan.usd_per_h == pytest.approx(least, rel=TIGHT, abs=1e-9), seed
+            assert plan.bound_usd_per_h == pytest.approx(least, rel=TIGHT, abs=1e-9), seed
+            check(plan)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_plans_in_time_cost_what_enumeration_finds(block: int) -> None:
+    for seed in range(block * 10, (block + 1) * 10):
+        workflow = drawn(seed, 2, latency=True)
+        plan, least = planned(workflow), least_dollars(workflow)
+        assert (plan is None) == (least is None), seed
+        if plan is not None and least is not None:
+            # The oracle's waits are lines between 150 utilizations.
+            assert plan.usd_per_h == pytest.approx(least, rel=1e-4, abs=1e-9), seed
+            check(plan)
+
+
+def test_an_oracle_of_other_rules_finds_other_costs() -> None:
+    """Negative control: workers that serve several operators, messages that go down."""
+    shared = one_way = 0
+    for seed in range(40):
+        workflow = drawn(seed, 4)
+        plan = planned(workflow)
+        if plan is not None:
+            several = least_dollars(workflow, exclusive=False)
+            shared += several is not None and several < plan.usd_per_h - TIGHT
+            both = least_dollars(replace(workflow, two_way=not workflow.two_way))
+            one_way += both is None or abs(both - plan.usd_per_h) > TIGHT
+    assert shared > 3
+    assert one_way > 3
+
+
+@pytest.mark.parametrize("method", [Method.JELLYBEAN, Method.GREEDY, Method.ALL_EDGE])
+def test_other_methods_make_plans_that_hold_and_are_no_cheaper(method: Method) -> None:
+    found = 0
+    for seed in range(60):
+        workflow = drawn(seed)
+        plan, best = planned(workflow, method), planned(workflow)
+        if plan is not None:
+            found += 1
+            assert best is not None
+            assert plan.usd_per_h >= best.usd_per_h - TIGHT
+            check(plan)
+    assert found > 10
+
+
+def check(plan: Plan) -> None:
+    """All that a plan has to hold, by formulas of its own."""
+    workflow = plan.workflow
+    variants = {o.name: o.variant(plan.variants[o.name]) for o in workflow.operators}
+    assert accurate(workflow, variants)
+    used: dict[str, int] = {}
+    tiers: dict[tuple[str, int], float] = {}
+    for load in plan.loads:
+        latency = variants[load.operator].latency_s[load.worker]
+        assert load.rate_per_s * latency <= load.count * (1 + TIGHT)
+        used[load.worker] = used.get(load.worker, 0) + load.count
+        key = load.operator, workflow.worker(load.worker).tier
+        tiers[key] = tiers.get(key, 0.0) + load.rate_per_s
+    for worker, count in used.items():
+        assert count <= workflow.worker(worker).count
+    for source in workflow.sources:
+        tiers[source.name, source.tier] = source.rate_per_s
+    for name in variants:
+        carried = sum(r for (operator, _), r in tiers.items() if operator == name)
+        assert carried == pytest.approx(rate(workflow, name))
+    traffic = 0.0
+    moved: dict[tuple[int, int], float] = {}
+    for edge in workflow.edges:
+        flows = plan.flows_of(edge.producer, edge.consumer)
+        for tier in range(len(workflow.tiers)):
+            out = sum(f.rate_per_s for f in flows if f.sender == tier)
+            into = sum(f.rate_per_s for f in flows if f.receiver == tier)
+            assert out <= tiers.get((edge.producer, tier), 0.0) * edge.ratio + TIGHT
+            assert into == pytest.approx(tiers.get((edge.consumer, tier), 0.0), abs=TIGHT)
+        for flow in flows:
+            pair = flow.sender, flow.receiver
+            assert workflow.two_way or pair[0] <= pair[1]
+            size = edge.num_bytes.get(plan.variants.get(edge.producer, ""), edge.num_bytes.get(""))
+            assert size is not None
+            moved[pair] = moved.get(pair, 0.0) + flow.rate_per_s * size
+    for pair, num_bytes in moved.items():
+        if pair[0] != pair[1]:
+            link = workflow.links[pair]
+            assert num_bytes <= link.bytes_per_s * (1 + TIGHT)
+            traffic += num_bytes * link.usd_per_byte * 3600
+    paid = sum(workflow.worker(w).usd_per_h * n for w, n in used.items())
+    assert plan.usd_per_h == pytest.approx(paid + traffic, abs=1e-9)
+
+
+def test_the_best_reachable_accuracy_is_that_of_enumeration() -> None:
+    for seed in range(60):
+        workflow = drawn(seed, 4)
+        best = best_accuracy(workflow, {})
+        if best is None:
+            continue
+        reached = []
+        for floor in (best - 1e-6, best + 1e-6):
+            asked = replace(workflow, accuracy=replace(workflow.accuracy, floor=max(0.0, floor)))
+            reached.append(any(accurate(asked, own) for own in choices(asked)))
+        assert reached == [True, False] or best == 0.0
+
+
+def choices(workflow: Workflow) -> list[dict[str, Variant]]:
+    found: list[dict[str, Variant]] = [{}]
+    for operator in workflow.operators:
+        found = [{**one, operator.name: v} for one in found for v in operator.variants]
+    return found
+
+
+def test_simulated_rates_and_times_are_the_planned_ones() -> None:
+    played_some = 0
+    for seed in range(30):
+        workflow = drawn(seed, 2, latency=True)
+        plan = planned(workflow)
+        if plan is None or max(load.utilization for load in plan.loads) > 0.9:
+            continue
+        played_some += 1
+        played = play(plan, 60_000)
+        wanted = min(workflow.rates[sink] for sink in workflow.sinks)
+        assert played.rate_per_s == pytest.approx(wanted, rel=0.02)
+        for load in plan.loads:
+            seen = played.utilizations[load.operator, load.worker]
+            assert seen == pytest.approx(load.utilization, rel=0.05, abs=0.01)
+        first = workflow.order[0].name  # its arrivals are a Poisson process
+        if all(edge.ratio == 1 for edge in workflow.inputs(first)):
+            assert played.operators_s[first] == pytest.approx(plan.operator_s(first), rel=0.05)
+    assert played_some > 5

@@ -1,0 +1,388 @@
+"""Workflow files, their faults, the published figures, queues and the `workflow` command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from heapq import heappop, heappush
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from parloom import cli
+from parloom.errors import InfeasibleError, InputError
+from parloom.workflow.answer import Method, plan_workflow
+from parloom.workflow.exact import in_time
+from parloom.workflow.examples import names, path_of
+from parloom.workflow.model import Edge, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.profiles import Profile, profile_text, read_profile
+from parloom.workflow.queueing import balanced, tangent, wait_s
+from parloom.workflow.read import load, models, read_workflow
+from parloom.workflow.simulate import _waits, expected, play
+
+SMALL = """\
+name: small
+sources:
+  frames: {rate: 40/s}
+operators:
+  detect:
+    variants:
+      fast: {latency: {box: 20ms, gpu: 4ms}, accuracy: 80%}
+      good: {latency: {box: 90ms, gpu: 9ms}, accuracy: 95%}
+  report:
+    variants:
+      only: {latency: {box: 2ms, gpu: 1ms}}
+messages:
+  - {from: frames, to: detect, size: 100kB}
+  - {from: detect, to: report, size: 1kB}
+workers:
+  box: {tier: edge, price: 0.02USD/h, count: 3}
+  gpu: {tier: cloud, price: 0.5USD/h, count: 2}
+links:
+  - {from: edge, to: cloud, price: 0.1USD/GB}
+accuracy: {rule: product, floor: 75%}
+"""
+
+
+def small(*changes: tuple[str, str]) -> Workflow:
+    text = SMALL
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return read_workflow(text, "small.yaml")
+
+
+# --- published figures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "two_way", "dollars"),
+    [
+        (Method.JELLYBEAN, False, 7.509),
+        (Method.EXACT, False, 7.485),
+        (Method.EXACT, True, 5.549),
+    ],
+)
+def test_the_published_instance_costs_what_was_published(
+    method: Method, two_way: bool, dollars: float
+) -> None:
+    plan = plan_workflow(replace(load(path_of("example:vqa")), two_way=two_way), method)
+    assert round(plan.usd_per_h, 3) == dollars
+    assert plan.accuracy == pytest.approx(0.5659)
+    if method is Method.EXACT:
+        assert plan.gap == pytest.approx(0.0, abs=1e-6)
+
+
+PUBLISHED = """\
+sources: {image: {rate: 10}}
+edges:
+  - {from: image, to: look, kb: 100}
+  - {from: look, to: answer, kb: {small: 2, big-model: 8}}
+workers: {cpu: {price: 0.1, tier: 1}, gpu: {price: 2.5, tier: 2}}
+links: {up: 0.1, down: 1.0}
+latency_ms:
+  look/small: {cpu: 50, gpu: 5}
+  look/big-model: {cpu: 400, gpu: 40}
+  answer/only: {cpu: 9, gpu: 3}
+accuracy:
+  floor: 60
+  small: {only: 55}
+  big-model: {only: 65}
+"""
+
+
+def test_the_format_of_published_numbers_has_fixed_units() -> None:
+    workflow = read_workflow(PUBLISHED, "published.yaml")
+    assert workflow.edges[0].num_bytes == {"": 102400.0}
+    assert workflow.operator("look").variants[0].latency_s == {"cpu": 0.05, "gpu": 0.005}
+    assert workflow.links[0, 1].usd_per_byte == pytest.approx(0.1 / 2**30)
+    assert workflow.accuracy.floor == 0.6
+    assert "$/h" in workflow.assumed[0]
+    with pytest.raises(InfeasibleError, match=r"published.yaml:12:10: floor: .* reachable is 65%"):
+        plan_workflow(read_workflow(PUBLISHED.replace("floor: 60", "floor: 70"), "published.yaml"))
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "size: 1kB}",
+            "size: 1kB}\n  - {from: report, to: detect, size: 1kB}",
+            "small.yaml:15:5: a cycle: ",
+        ),
+        ("price: 0.02USD/h", "price: 0.02", "small.yaml:16:28: price: '0.02' has no unit"),
+        ("price: 0.1USD/GB", "price: 0.1", "small.yaml:19:36: price: '0.1' has no unit"),
+        ("size: 100kB", "size: 100", "small.yaml:13:38: size: '100' has no unit"),
+        ("rate: 40/s", "rate: 40", "small.yaml:3:18: rate: '40' has no unit"),
+        ("latency: {box: 2ms", "latency: {box: 2", "box: '2' has no unit"),
+        ("floor: 75%", "floor: 75", "floor: '75' has no unit"),
+        ("tier: cloud", "tier: edge", "small.yaml:16:3: tier 'cloud' has no worker"),
+        ("tier: cloud", "tier: clod", "unknown tier 'clod'; did you mean 'cloud'?"),
+        ("messages:", "mesages:", "unknown key 'mesages'; did you mean 'messages'?"),
+        ("good: {lat", "fast: {lat", "small.yaml:8:7: the name 'fast' is given twice"),
+        ("  report:\n", "  detect:\n", "small.yaml:9:3: the name 'detect' is given twice"),
+        ("frames: {rate", "detect: {rate", "'detect' is an operator, too"),
+        ("from: detect", "from: detec", "unknown source or operator 'detec'"),
+        ("{box: 2ms, gpu: 1ms}", "{bix: 2ms}", "small.yaml:11:24: unknown worker 'bix'"),
+        ("  - {from: detect, to: report, size: 1kB}\n", "", "'report' gets no messages"),
+        ("to: report, size: 1kB", "to: report, size: {fast: 1kB}", "missing key 'good'"),
+        ("rule: product", "rule: profiles", "needs an accuracy"),
+        ("rule: product, floor", "rule: sum, floor", "unknown rule 'sum'"),
+        ("count: 3", "count: 0", "expected a whole number >= 1"),
+        ("floor: 75%", "floor: 175%", "more than 100%"),
+        ("box: 20ms", "box: 0ms", "is no time at all"),
+    ],
+)
+def test_a_fault_has_one_message_with_its_place(old: str, new: str, message: str) -> None:
+    assert old in SMALL
+    with pytest.raises(InputError) as caught:
+        read_workflow(SMALL.replace(old, new, 1), "small.yaml")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("small.yaml:")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_accuracy_that_no_variant_reaches_says_the_best() -> None:
+    with pytest.raises(InfeasibleError, match=r"small.yaml:20:34: floor: .*best reachable is 95%"):
+        plan_workflow(small(("floor: 75%", "floor: 96%")))
+    plan_workflow(small(("floor: 75%", "floor: 95%")))
+
+
+def test_a_rate_that_no_workers_carry_says_how_far_it_is_and_what_would() -> None:
+    workflow = small(("rate: 40/s", "rate: 500/s"))
+    with pytest.raises(InfeasibleError) as caught:
+        plan_workflow(workflow)
+    said = str(caught.value)
+    assert said.startswith("small.yaml:3:3: no set of workers carries the rate: ")
+    more = caught.value.document["more_workers"]
+    assert isinstance(more, dict)
+    workers = tuple(replace(w, count=w.count + more.get(w.name, 0)) for w in workflow.workers)
+    plan_workflow(replace(workflow, workers=workers))  # what would, does
+    share = caught.value.document["share"]
+    assert isinstance(share, float)
+    for part, fits in ((share * 0.999, True), (share * 1.001, False)):
+        slower = replace(workflow, sources=(Source("frames", 500 * part),))
+        try:
+            plan_workflow(slower)
+            assert fits
+        except InfeasibleError:
+            assert not fits
+
+
+def test_a_latency_that_no_plan_has_says_the_least() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_workflow(replace(small(), latency_s=1e-3))
+    least = caught.value.document["least_latency_s"]
+    assert isinstance(least, float)
+    plan = plan_workflow(replace(small(), latency_s=least * 1.01))
+    assert in_time(plan)
+    with pytest.raises(InfeasibleError, match="none is below"):
+        plan_workflow(replace(small(), latency_s=least * 0.99))
+
+
+# --- queues -------------------------------------------------------------------------------------
+
+
+def test_waits_are_those_of_an_m_d_1_queue() -> None:
+    assert wait_s(0.01, 50, 50, 0) == pytest.approx(0.01 * 0.5 / (2 * 0.5))
+    assert wait_s(0.01, 100, 100, 0) == float("inf")
+    for u in (0.2, 0.6, 0.9):
+        slope, at_zero = tangent(u, 0.3)
+        for v in (0.0, 0.1, 0.5, 0.95):
+            present = v + v * v * 1.3 / (2 * (1 - v))
+            assert slope * v + at_zero <= present + 1e-12
+        assert slope * u + at_zero == pytest.approx(u + u * u * 1.3 / (2 * (1 - u)))
+
+
+def test_no_other_split_waits_less_than_a_balanced_one() -> None:
+    workers = {"a": (2, 0.01), "b": (1, 0.03), "c": (3, 0.2)}
+    rates = balanced(workers, 150.0, 150.0, 0.0)
+    assert sum(rates.values()) == pytest.approx(150.0)
+
+    def present(split: dict[str, float]) -> float:
+        each = {name: split[name] / n for name, (n, _) in workers.items()}
+        return sum(
+            split[name] * (s + wait_s(s, each[name], 150, 0)) for name, (_, s) in workers.items()
+        )
+
+    for more, less in (("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")):
+        moved = {**rates, more: rates[more] + 0.2, less: rates[less] - 0.2}
+        if moved[less] >= 0:
+            assert present(rates) <= present(moved)
+
+
+def test_the_simulation_is_that_of_an_event_list() -> None:
+    rng = Random(0)
+    arrivals = np.cumsum([rng.expovariate(80) for _ in range(500)])
+    events: list[tuple[float, int, str]] = []
+    for number, at in enumerate(arrivals):
+        heappush(events, (float(at), number, "arrives"))
+    queue: list[int] = []
+    busy, ends = False, {}
+    while events:
+        now, number, what = heappop(events)
+        if what == "arrives":
+            queue.append(number)
+        else:
+            ends[number], busy = now, False
+        if queue and not busy:
+            busy = True
+            heappush(events, (now + 0.01, queue.pop(0), "ends"))
+    workflow = small()
+    plan = plan_workflow(workflow)
+    waits = _waits(arrivals, 0.01, plan.loads[0], np.random.default_rng(0))
+    assert arrivals + waits + 0.01 == pytest.approx([ends[n] for n in range(500)])
+
+
+def test_a_wrong_wait_is_seen_by_the_simulation() -> None:
+    """Negative control: service alone, without waits, is not what is simulated."""
+    plan = plan_workflow(replace(small(), latency_s=0.06))
+    played = play(plan, 60_000)
+    assert played.latency_s == pytest.approx(plan.latency_s, rel=0.05)
+    service = sum(
+        load.rate_per_s
+        / 40
+        * plan.workflow.operator(load.operator).variant(load.variant).latency_s[load.worker]
+        for load in plan.loads
+    )
+    assert played.latency_s > 1.1 * service
+
+
+def test_messages_that_come_together_wait_for_each_other() -> None:
+    worker = Worker("w", 0, 1.0, 4)
+    operators = tuple(Operator(n, (Variant("only", {"w": 0.01}),)) for n in "ab")
+    edges = Edge("s", "a", {"": 0.0}), Edge("a", "b", {"": 0.0}, 3.0)
+    workflow = Workflow(
+        "n", ("t",), (Source("s", 10.0),), operators, edges, (worker,), {}, latency_s=0.06
+    )
+    plan = plan_workflow(workflow)
+    played = play(plan, 60_000)
+    assert played.operators_s["b"] == pytest.approx(plan.operator_s("b"), rel=0.03)
+
+
+@pytest.mark.parametrize("name", names())
+def test_examples_are_served_as_planned(name: str) -> None:
+    workflow = load(path_of(f"example:{name}"))
+    plan = plan_workflow(replace(workflow, latency_s=workflow.latency_s or 0.2))
+    assert in_time(plan)
+    played = play(plan, 150_000)
+    wanted = min(workflow.rates[sink] for sink in workflow.sinks)
+    assert played.rate_per_s == pytest.approx(wanted, rel=0.05)
+    whole = expected(plan)
+    assert played.latency_s == pytest.approx(whole.latency_s, rel=0.05)
+    assert played.end_to_end_s == pytest.approx(whole.end_to_end_s, rel=0.05)
+
+
+# --- profiles -----------------------------------------------------------------------------------
+
+
+def test_a_profile_is_a_file_that_a_workflow_reads(tmp_path: Path) -> None:
+    profile = Profile("box", {("detect", "fast"): 0.0125, ("report", "only"): 0.002}, "a machine")
+    (tmp_path / "box.yaml").write_text(profile_text(profile), encoding="utf-8")
+    assert read_profile(tmp_path / "box.yaml").latency_s == profile.latency_s
+    text = SMALL.replace("fast: {latency: {box: 20ms, gpu: 4ms}", "fast: {latency: {gpu: 4ms}")
+    where = str(tmp_path / "small.yaml")
+    workflow = read_workflow(text + "profiles: [box.yaml]\n", where)
+    assert workflow.operator("detect").variant("fast").latency_s == {"box": 0.0125, "gpu": 0.004}
+    for old, new, message in (
+        ("box", "bax", "is of the worker 'bax'"),
+        ("fast", "fest", "names 'detect/fest', which is none; did you mean 'detect/fast'"),
+        ("12.5ms", "12.5", "has no unit"),
+    ):
+        changed = profile_text(profile).replace(old, new)
+        (tmp_path / "box.yaml").write_text(changed, encoding="utf-8")
+        with pytest.raises(InputError, match=message):
+            read_workflow(text + "profiles: [box.yaml]\n", where)
+
+
+def test_models_are_timed_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "timed.yaml"
+    file.write_text(SMALL.replace("fast: {", "fast: {model: 'zoo:mlp', "), encoding="utf-8")
+    assert models(file) == {("detect", "fast"): "zoo:mlp"}
+    out = tmp_path / "box.yaml"
+    flags = ["--worker", "box", "--out", str(out), "--repetitions", "3", "--json"]
+    assert cli.main(["workflow", "profile", str(file), *flags]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["latencies"]
+    found = read_profile(out).latency_s["detect", "fast"]
+    assert found == pytest.approx(entry["latency_s"], rel=1e-4)
+    assert 0 < found < 10
+    (tmp_path / "none.yaml").write_text(SMALL, encoding="utf-8")
+    with pytest.raises(InputError, match="no variant has a `model`"):
+        models(tmp_path / "none.yaml")
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_exit_codes_are_those_of_the_contract(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL, encoding="utf-8")
+    assert cli.main(["workflow", "plan", str(file), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["bound_usd_per_h"] == pytest.approx(document["usd_per_h"])
+    assert document["gap"] == pytest.approx(0.0, abs=1e-6)
+    file.write_text(SMALL.replace("floor: 75%", "floor: 99%"), encoding="utf-8")
+    assert cli.main(["workflow", "plan", str(file), "--json"]) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)["infeasible"]["best_accuracy"] == 0.95
+    assert f"{file}:20:34: " in said.err
+    assert cli.main(["workflow", "plan", str(file), "--latency", "5"]) == 2
+    assert cli.main(["workflow", "plan", "example:cams"]) == 2
+    assert cli.main(["workflow", "simulate", str(tmp_path / "none.yaml")]) == 2
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_each_method_says_what_it_did(method: Method, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["workflow", "plan", "example:cameras", "--method", method.value])
+    said = capsys.readouterr()
+    if code == 0:
+        assert f"traffic cameras: {method}, one-way traffic" in said.out
+    else:
+        assert code == 3
+        assert "error: not all operators can run in 'roadside' alone (all-edge)" in said.err
+
+
+HARD = """
+import sys
+from tests.workflows import large
+from parloom.workflow import answer, exact
+from parloom.workflow.solve import solve
+import parloom.cli_workflow as command
+from parloom import cli
+command.load = lambda path: large(2)
+sys.exit(cli.main(["workflow", "plan", "x.yaml", "--json"]))
+"""
+
+
+def test_ctrl_c_keeps_the_best_plan() -> None:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", HARD],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    line = child.stderr.readline()
+    assert "by jellybean, to begin with" in line
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    document = json.loads(out)
+    assert document["interrupted"]
+    assert document["usd_per_h"] > document["bound_usd_per_h"] >= 0
