@@ -11,6 +11,7 @@ from itertools import chain
 from math import prod
 
 from parloom.cost.collectives import BACKENDS, collective, group_of
+from parloom.cost.embedding import embedded, on_torus
 from parloom.cost.hiding import hidden, hide_moves
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores
 from parloom.cost.liveness import Lives, own_of
@@ -65,6 +66,7 @@ class Walker:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
         self.kernels = (kernels or Kernels(cluster.device)).on(cluster.device)
         self._known: dict[str, Walked] = {}
+        self._on_torus = on_torus(mesh, cluster)
 
     @property
     def kernels_of_main(self) -> Kernels:
@@ -231,7 +233,8 @@ class Walker:
     def exchange(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
         group = group_of(tuple(self.mesh[a] for a in axes))
-        found = collective(kind, moved, group, self.cluster)
+        lying = embedded(self.mesh, axes, self.cluster) if self._on_torus else None
+        found = collective(kind, moved, group, self.cluster, embedding=lying)
         backend, table = BACKENDS[self.cluster.backend], self.kernels.exchanges
         scratch = round(backend.scratch.get(kind, 0.0) * moved)
         timed = table.exchange(kind, moved, group) if table and moved else None

@@ -83,7 +83,9 @@ class _Lowering:
         count, axes = decisions.num_microbatches, decisions.mesh.axes
         # A program of one microbatch has nothing to cut: only its inputs and draws lie in time.
         self.steps = 1 if decisions.accumulates else count
-        self.mesh = Mesh((*axes, MeshAxis(TIME, (), count))) if count > 1 else decisions.mesh
+        whole = decisions.mesh
+        timed = replace(whole, axes=(*axes, MeshAxis(TIME, (), count)))
+        self.mesh = timed if count > 1 else whole
         self.by_key = {n.key: n for n in decisions.nodes}
         self.assigned: dict[tuple[str, str], Assignment] = {}
         self.policies = {a.prefix: a.policy for a in decisions.activations if not a.lists}

@@ -285,15 +285,21 @@ class MeshAxis:
 class Mesh:
     """A logical mesh: axes, outermost first, whose sizes multiply to the number of ranks.
 
-    At most one axis is in time; it does not count towards the ranks.
+    At most one axis is in time; it does not count towards the ranks. `order` is the device of each
+    rank, where that is not the rank's own number: ways around a torus that no strides describe.
     """
 
     axes: tuple[MeshAxis, ...]
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError(f"mesh axis names repeat: {names}")
+        if self.order and sorted(self.order) != list(range(self.num_ranks)):
+            raise LayoutError(
+                f"the order of devices does not number {self.num_ranks} ranks once each"
+            )
 
     @property
     def num_ranks(self) -> int:
