@@ -7,9 +7,10 @@ with half of the bytes in each direction. Where every group is a product of plac
 dimensions, collectives may also go dimension by dimension.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,6 +20,15 @@ from parloom.ir.mesh import Cluster, Mesh
 
 # Loads are sums of halves and of shares of a group: equal ones are equal to so many digits.
 DIGITS = 9
+
+
+WAYS = MappingProxyType({"shift": "shift", "halo_exchange": "row", "all_to_all": "pairs"})
+"""The pattern of an embedding by kind of collective; the others go around rings."""
+
+
+def goes_along(kinds: Collection[str]) -> bool:
+    """Whether some of these kinds of collectives may go dimension by dimension."""
+    return any(WAYS.get(kind, "ring") in ("ring", "pairs") for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +62,10 @@ class Along:
 class Embedding:
     """What the groups of some axes put on links.
 
-    They have `size` members. `ring`: per byte on an edge, half of it each way; `shift`: per byte to the next one; `row`: per
-    byte to each of both neighbors, without the edge from the last to the first; `pairs`: per byte
-    that a member sends, an equal part to each other. `along` is empty where groups are no products.
+    They have `size` members. `ring`: per byte on an edge, half of it each way; `shift`: per byte to
+    the next one; `row`: per byte to each of both neighbors, without the edge from the last to the
+    first; `pairs`: per byte that a member sends, an equal part to each other. `along` is empty
+    where groups are no products.
     """
 
     size: int
@@ -64,13 +75,16 @@ class Embedding:
     pairs: Pattern
     along: tuple[Along, ...]
 
-    @property
-    def amounts(self) -> tuple[float, ...]:
-        """All numbers that prices grow with, in an order that is the same for equal `along`."""
+    def amounts(self, kinds: Collection[str]) -> tuple[float, ...]:
+        """All numbers that prices of these kinds of collectives grow with, in an order that is the
+        same for equal `kind`.
+        """
         found: list[float] = []
-        for pattern in (self.ring, self.shift, self.row, self.pairs):
-            found += (*pattern.loads, pattern.hops)
-        for one in self.along:
+        for name in ("ring", "shift", "row", "pairs"):
+            if any(WAYS.get(kind, "ring") == name for kind in kinds):
+                pattern: Pattern = getattr(self, name)
+                found += (*pattern.loads, pattern.hops)
+        for one in self.along if goes_along(kinds) else ():
             found += (*one.ring, *one.pair, *one.every)
         return tuple(found)
 

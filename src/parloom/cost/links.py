@@ -149,7 +149,8 @@ def _lanes(
 ) -> Iterator[Load]:
     level = cluster.levels[index]
     for kind, devices in zip(("up", "down"), ends, strict=True):
-        carried = np.bincount(devices, amount, cluster.num_devices)
+        carried = np.zeros(cluster.num_devices)
+        np.add.at(carried, devices, amount)
         yield Load(index, kind, _rate(level, kind), carried)
         if level.oversubscription > 1:
             rate = _rate(level, kind) * below / level.oversubscription

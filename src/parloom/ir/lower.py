@@ -30,7 +30,7 @@ from parloom.ir.graph import (
 )
 from parloom.ir.layout import Layout, Shard, spread
 from parloom.ir.lower_body import WAY_ON, Assignment, Body, Hoist
-from parloom.ir.mesh import Mesh, MeshAxis
+from parloom.ir.mesh import MeshAxis
 from parloom.ir.microbatches import divisors, expanded, nearest_counts
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import (
