@@ -43,6 +43,11 @@ UNBOUND = (
     " at: what it proved is not of this plan"
 )
 
+PLACED = (
+    "the axes of its mesh lie otherwise than those of the meshes that are searched: what the search"
+    " proved is not of this plan"
+)
+
 
 class NothingFitsError(InfeasibleError):
     """None of the candidates fits."""
@@ -168,8 +173,11 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         found.status,
         aim=aim_of(request, best, found.aim_bound),
     )
-    if (choice.bound_s or found.aim_bound) and changes_tensors(best.decisions.rewrites):
-        notes, aim = (f"{best.name}: {UNBOUND}", *notes), aim_of(request, best, None)
+    padded = changes_tensors(best.decisions.rewrites)
+    placed = not all(stage.mesh.is_nested for stage in best.decisions.stages)
+    if (choice.bound_s or found.aim_bound) and (padded or placed):
+        why = UNBOUND if padded else PLACED
+        notes, aim = (f"{best.name}: {why}", *notes), aim_of(request, best, None)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes, aim=aim)
     return choice
 

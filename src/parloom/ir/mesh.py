@@ -306,6 +306,12 @@ class Mesh:
         return prod(axis.size for axis in self.axes if not axis.steps)
 
     @cached_property
+    def is_nested(self) -> bool:
+        """Whether the axes lie as the topology nests, the slowest links first."""
+        strides = [p.stride for axis in self.axes for p in axis.primes if p.size > 1]
+        return not self.order and strides == sorted(strides, reverse=True)
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(axis.name for axis in self.axes)
 

@@ -171,7 +171,8 @@ def with_devices(mesh: Mesh, order: tuple[int, ...], cluster: Cluster) -> Mesh:
         alone = ranks[(np.delete(places, index, axis=0) == 0).all(axis=0)]
         alone = alone[np.argsort(places[index, alone])]
         chosen.append(_sequence([order[rank] for rank in alone], cluster.prime_axes()))
-    if prod(p.size for own in chosen for p in own) == mesh.num_ranks:
+    sizes = [prod(p.size for p in own) for own in chosen]
+    if sizes == [axis.size for axis in mesh.axes]:
         found = _with_primes(mesh, chosen)
         if _devices(mesh, found) == order:
             return found

@@ -6,6 +6,7 @@ undercut; where that is no better than the best plan so far, the plan is left as
 placements are simulated, but for those of which another is faster in all that the plan sends.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -25,6 +26,8 @@ from parloom.search.contexts import SimulatedPlan
 from parloom.search.placements import Sent, placements
 from parloom.search.request import Request
 
+# Logical plans that are looked at.
+LOGICAL = 6
 # Placements of a plan that are simulated, those first that send fastest.
 SIMULATED = 24
 # How near to the step that no placement undercuts is near enough.
@@ -72,6 +75,29 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
         if best.step_ps <= least_ps * (1 + NEAR):
             break
     return Placed(best, least_ps, len(meshes), simulated)
+
+
+def faster_placed(
+    request: Request, plans: Sequence[SimulatedPlan]
+) -> Iterator[tuple[SimulatedPlan, SimulatedPlan]]:
+    """Plans of one stage, the fastest first, and the same where they are faster: of each size of
+    the axes and number of microbatches the fastest one, as far as any placement of it may be
+    faster than the best.
+    """
+    best_ps = min((plan.step_ps for plan in plans), default=inf)
+    looked: set[object] = set()
+    for plan in sorted(plans, key=lambda plan: plan.step_ps):
+        if len(plan.decisions.stages) > 1 or len(looked) >= LOGICAL:
+            continue
+        sizes = tuple(axis.size for axis in plan.decisions.mesh.axes)
+        kind = sizes, plan.decisions.num_microbatches
+        if kind in looked:
+            continue
+        looked.add(kind)
+        found = place(request, plan, best_ps).plan
+        if found is not plan:
+            best_ps = min(best_ps, found.step_ps)
+            yield plan, found
 
 
 def kinds_of(sent: list[tuple[str, tuple[str, ...], float]]) -> Sent:
