@@ -12,7 +12,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.embedding import embedded, groups_of
 from parloom.cost.links import loads
 from parloom.cost.walk import Walker
-from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis
+from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
 from parloom.search.placements import Sent, placements, with_devices
 from parloom.search.ways_around import row_by_row, ways
 
@@ -45,7 +45,7 @@ def mesh_of(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     """Axes of these sizes, the last over the fastest links."""
     primes, axes = list(cluster.prime_axes()), []
     for name, size in reversed(list(zip("xyzw", sizes, strict=False))):
-        own = []
+        own: list[PrimeAxis] = []
         while prod(p.size for p in own) < size:
             own.append(primes.pop(0))
         axes.append(MeshAxis(name, tuple(reversed(own))))
@@ -74,7 +74,8 @@ def ring_times(
     for pairs in (groups * size + after, after * size + groups):
         for column in pairs.reshape(len(orders), -1).T:
             total += links[column]
-    return total.max(axis=1)
+    most: NDArray[np.float64] = total.max(axis=1)
+    return most
 
 
 def devices(mesh: Mesh, plain: Mesh) -> list[int]:
