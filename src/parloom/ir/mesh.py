@@ -7,6 +7,7 @@ fastest.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -304,6 +305,11 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return prod(axis.size for axis in self.axes if not axis.steps)
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """The device of each rank."""
+        return self.order or range(self.num_ranks)
 
     @cached_property
     def is_nested(self) -> bool:
