@@ -1,9 +1,10 @@
 """Where a plan lies: the order of devices that a cluster has by default against ours.
 
-Logical plans are those of `megatron` (each degree of tensor parallelism, ZeRO and recomputation as
-that rule chooses them), one stage, on all devices; each is laid where its step is shortest. Of each:
-the simulated step by default and as laid, the bytes on the busiest link of each level, the step that
-no placement is expected to undercut, and CPU seconds of the search for the placement.
+Logical plans are those of `megatron` (each degree of tensor parallelism, with ZeRO and
+recomputation as that rule chooses them), of one stage, on all devices; each is laid where its step
+is shortest. Of each: the simulated step by default and as laid, the bytes on the busiest link of
+each level, the step that no placement is expected to undercut, and CPU seconds of the search for
+the placement.
 """
 
 import argparse

@@ -264,7 +264,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     if method == AUTO and not proposed.stopped:
         pinned = as_pinned(request)
         searched = search_with_pipelines(pinned.request, base_of(request), say).of(pinned)
-    found += _of_search(request, searched) if searched else ()
+    found += of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.bound_words:
@@ -283,7 +283,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     return Candidates(tuple(found), tuple(refused), bound, gap, status, left)
 
 
-def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
+def of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     """What it proposes, the fastest on every part of the cluster included; where nothing fits, the
     smallest that was simulated.
     """
