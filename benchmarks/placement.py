@@ -1,10 +1,10 @@
 """Where a plan lies: the order of devices that a cluster has by default against ours.
 
-Logical plans are those of `megatron` (each degree of tensor parallelism, with ZeRO and
-recomputation as that rule chooses them), of one stage, on all devices; each is laid where its step
-is shortest. Of each: the simulated step by default and as laid, the bytes on the busiest link of
-each level, the step that no placement is expected to undercut, and CPU seconds of the search for
-the placement.
+Logical plans are Megatron's, of one stage, on all devices: each degree of tensor parallelism (that
+splits heads), ZeRO-1, blocks recomputed, positions of norms split; each is laid where its step is
+shortest. Of each: the simulated step by default (the last axes over the fastest links) and as laid,
+the bytes on the busiest link of each level, the step that no placement is expected to undercut, and
+CPU seconds of the search for the placement.
 """
 
 import argparse
@@ -14,17 +14,20 @@ from typing import Any
 from common import report
 
 from parloom import api
-from parloom.cost.clusters import load_cluster
+from parloom.comparators.baselines import RULES, layouts
+from parloom.comparators.configuration import Configuration
 from parloom.cost.ledger import ledger
+from parloom.execute.machine import machine_for
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions
+from parloom.ir.regular_parts import memory_of
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import on_mesh, place
 from parloom.search.request import Request
-from parloom.searching import Captured, find
+from parloom.searching import Captured
 
 CLUSTERS = ("TPU-v5e:4x4", "TPU-v5e:4x8", "rails-8x8xH100", "two-level-16x4xA100")
 LLAMA = {"vocab": 32000, "width": 2048, "depth": 16, "heads": 32, "groups": 8, "inner": 8192}
@@ -82,37 +85,33 @@ def described(mesh: Mesh) -> str:
 
 def rows_of(captured: Captured, model: str, cluster: str) -> list[dict[str, object]]:
     """Each logical plan by default and as laid."""
-    count = load_cluster(cluster).num_devices
-    found = find(
-        captured,
-        cluster=cluster,
-        method="megatron",
-        devices=count,
-        pin=("stages=1",),
-        progress=lambda line: None,
-    )
+    machine = machine_for(cluster, None)
+    limit = memory_of(machine.cluster)
+    request = Request(captured.graph, machine, captured.optimizer, limit, all_devices=True)
+    like = Configuration(zero=1, recompute="full", sequence_parallel=True)
+    factored = factorize(captured.graph)
     rows: list[dict[str, object]] = []
-    seen: set[object] = set()
-    for scored in sorted(found.choice.scored, key=lambda plan: plan.prediction.step_s):
-        decisions = scored.decisions
-        kind = tuple(axis.size for axis in decisions.mesh.axes)
-        if len(decisions.stages) > 1 or kind in seen or not found.request.fits(scored.prediction):
-            continue
-        seen.add(kind)
+    for chosen, laid_out in layouts(
+        RULES["megatron"], captured.graph, machine.cluster, like, factored
+    ):
+        decisions = laid_out.decisions(chosen)
+        before = SimulatedPlan(decisions, request.predict(decisions))
         started = time.process_time()
-        laid = place(found.request, SimulatedPlan(decisions, scored.prediction))
+        laid = place(request, before)
         spent = time.process_time() - started
         mesh = laid.plan.decisions.mesh
+        sizes = " x ".join(f"{a.name}={a.size}" for a in decisions.mesh.axes)
         rows.append(
             {
                 "model": model,
                 "cluster": cluster,
-                "plan": scored.name,
-                "default_s": scored.prediction.step_s,
+                "plan": ", ".join((sizes, *chosen.words)),
+                "fits": request.fits(before.prediction),
+                "default_s": before.prediction.step_s,
                 "ours_s": laid.plan.prediction.step_s,
                 "least_s": laid.least_ps / 1e12,
-                "default_gb": loads(found.request, decisions, decisions.mesh),
-                "ours_gb": loads(found.request, decisions, mesh),
+                "default_gb": loads(request, decisions, decisions.mesh),
+                "ours_gb": loads(request, decisions, mesh),
                 "placements": laid.num_placements,
                 "simulated": laid.num_simulated,
                 "cpu_s": spent,
@@ -127,11 +126,13 @@ def rows_of(captured: Captured, model: str, cluster: str) -> list[dict[str, obje
 def printed(row: dict[str, Any]) -> str:
     """A row of the table."""
     default, ours = row["default_s"] * 1e3, row["ours_s"] * 1e3
+    size = "" if row["fits"] else " (too large)"
     links = " ".join(
         f"{name} {gb:.1f}>{row['ours_gb'][name]:.1f}" for name, gb in row["default_gb"].items()
     )
     return (
-        f"| {row['model']} | {row['cluster']} | {row['plan']} | {default:.1f} | {ours:.1f} |"
+        f"| {row['model']} | {row['cluster']} | {row['plan']}{size}"
+        f" | {default:.1f} | {ours:.1f} |"
         f" {default / ours:.3f} | {row['least_s'] * 1e3:.1f} | {links} | {row['cpu_s']:.1f} |"
         f" {row['mesh']} |"
     )
