@@ -33,7 +33,7 @@ CLUSTERS = ("TPU-v5e:4x4", "TPU-v5e:4x8", "rails-8x8xH100", "two-level-16x4xA100
 LLAMA = {"vocab": 32000, "width": 2048, "depth": 16, "heads": 32, "groups": 8, "inner": 8192}
 # Clips of 17 frames of 240x416: latents of 5x30x52, 1,950 patches each.
 VIDEO = {"frames": 5, "rows": 30, "columns": 52}
-MODELS: dict[str, tuple[str, dict[str, int], int, int | None]] = {
+MODELS: dict[str, tuple[str, dict[str, Any], int, int | None]] = {
     "dit": ("wan_1_3b", VIDEO, 32, None),
     "llama": ("llama", LLAMA, 64, 2048),
 }

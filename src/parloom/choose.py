@@ -47,6 +47,10 @@ PLACED = (
     "the axes of its mesh lie otherwise than those of the meshes that are searched: what the search"
     " proved is not of this plan"
 )
+ORDERED = (
+    "ranks are on devices in an order of the plan's own; parloom export PLAN --to ranks (or"
+    " rankfile, jax) says where"
+)
 
 
 class NothingFitsError(InfeasibleError):
@@ -161,6 +165,7 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         *uneven,
         *tight_words(cluster, best.prediction.peak_bytes),
         *idle_words(best.decisions, _why_idle(request, found.found)),
+        *([ORDERED] if any(stage.mesh.order for stage in best.decisions.stages) else []),
         *found.refused,
     )
     choice = Choice(

@@ -11,7 +11,7 @@ import pytest
 
 from parloom import api, cli
 from parloom.candidates import Candidates, of_search
-from parloom.choose import PLACED, best_of
+from parloom.choose import ORDERED, PLACED, best_of
 from parloom.cost.clusters import load_cluster, presets, resolve_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
@@ -141,6 +141,7 @@ def test_auto_proposes_it_and_its_bound_is_of_other_meshes(placed: tuple[Plan, P
     assert choice.best is second
     assert choice.bound_s is None
     assert any(PLACED in note for note in choice.notes)
+    assert ORDERED in choice.notes
     assert best_of(request, Candidates((first,), (), 1e-6, None), print).bound_s == 1e-6
 
 

@@ -138,6 +138,27 @@ def test_no_order_sends_faster(cluster: Cluster, sizes: tuple[int, ...]) -> None
         assert (ours @ weights).min() == pytest.approx((every @ weights).min(), 1e-9)
 
 
+def test_drawn_orders_of_a_slice_send_no_faster() -> None:
+    """All kinds of collectives on 2x4, priced as they are; all 8! orders take minutes."""
+    plain = mesh_of(SLICE, (2, 4))
+    axes = [("x",), ("y",), ("x", "y")]
+    asked = [(kind, over, 1e7) for kind in ("all_reduce", "all_to_all") for over in axes]
+    found = placements(plain, SLICE, tuple((kind, over) for kind, over, _ in asked))
+    ours = seconds_of(SLICE, found, asked)
+    rng = np.random.default_rng(2)
+    drawn = [Mesh(plain.axes, tuple(rng.permutation(8).tolist())) for _ in range(150)]
+    # Orders near ours, too: two devices exchanged.
+    for mesh in found[:40]:
+        order = list(mesh.order or range(8))
+        one, other = rng.choice(8, 2, replace=False)
+        order[one], order[other] = order[other], order[one]
+        drawn.append(Mesh(plain.axes, tuple(order)))
+    every = seconds_of(SLICE, drawn, asked)
+    for _ in range(30):
+        weights = rng.random(len(asked)) ** 6
+        assert (ours @ weights).min() <= (every @ weights).min() * (1 + 1e-9)
+
+
 def with_sizes(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
     """A mesh whose axes have a prime axis each."""
     primes = {prime.size: prime for prime in cluster.prime_axes()}
