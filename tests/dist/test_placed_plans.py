@@ -66,6 +66,17 @@ def test_a_reduction_over_a_slice_goes_around_it(placed: tuple[Plan, Path]) -> N
     assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in steps)
 
 
+def test_what_no_placement_makes_faster_than_the_best_is_left(placed: tuple[Plan, Path]) -> None:
+    """The first phase: below the step with each collective where it is fastest is nothing."""
+    plan, _ = placed
+    request = request_of(plan)
+    own = SimulatedPlan(plan.decisions, request.predict(plan.decisions))
+    found = place(request, own)
+    left = place(request, own, found.least_ps)
+    assert (left.plan, left.num_simulated) == (own, 0)
+    assert found.plan.step_ps <= own.step_ps
+
+
 def test_an_order_is_read_back_and_proved(placed: tuple[Plan, Path]) -> None:
     plan, path = placed
     assert read_plan(path).decisions == plan.decisions

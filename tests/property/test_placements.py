@@ -176,6 +176,17 @@ def seconds_of(
     return np.array(rows)
 
 
+def test_each_collective_is_priced_where_it_is_fastest() -> None:
+    plain = mesh_of(SLICE, (2, 4))
+    found = placements(plain, SLICE, reductions(plain))
+    over: tuple[Axes, ...] = (("x",), ("y",), ("x", "y"))
+    asked = [("all_reduce", axes, 1e8) for axes in over]
+    apart = seconds_of(SLICE, found, asked)
+    least = Walker({}, plain, SLICE, placements=found)
+    assert [least.exchange(*what).seconds for what in asked] == apart.min(axis=0).tolist()
+    assert (apart.min(axis=0) < apart[0]).any()
+
+
 def test_strides_alone_are_not_enough() -> None:
     """The ring around a slice of 2x4 is an order that no prime axes describe."""
     plain = mesh_of(SLICE, (8,))
