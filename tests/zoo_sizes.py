@@ -14,6 +14,10 @@ TABLES = {"tables": 2, "rows": 24, "width": 8, "hidden": 8}
 UNO = {
     "rnaseq": 8, "descriptors": 12, "fingerprints": 16, "hidden": 8, "depth": 2, "top_depth": 2,
 }  # fmt: skip
+VIDEO = {
+    "width": 24, "inner": 32, "heads": 4, "depth": 2, "latent": 2, "frames": 2, "rows": 4,
+    "columns": 8, "text_width": 8, "tokens": 4,
+}  # fmt: skip
 BERT = {"seq": 8, "width": 16, "depth": 2, "heads": 4}
 
 SMALL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -50,6 +54,8 @@ SMALL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "channels": 8, "multipliers": (1, 2), "depth": 1, "resolution": 8, "attention": 4,
             "norm_groups": 4,
         },
+        "wan_1_3b": VIDEO,
+        "wan_14b": VIDEO,
         "wide_resnet": STAGES,
         "xdl": TABLES,
     }

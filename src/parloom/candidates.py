@@ -26,6 +26,7 @@ from parloom.comparators.taso import taso
 from parloom.comparators.tensat import tensat
 from parloom.comparators.tofu import tofu
 from parloom.comparators.unity import unity
+from parloom.cost.links import is_grid
 from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
@@ -45,6 +46,7 @@ from parloom.search.least_compute import least_work_ps
 from parloom.search.optimize import SAME
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
+from parloom.search.placing import faster_placed
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.rewritten import as_pinned, forms_for, with_takes
 from parloom.search.searched import Searched
@@ -262,7 +264,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     if method == AUTO and not proposed.stopped:
         pinned = as_pinned(request)
         searched = search_with_pipelines(pinned.request, base_of(request), say).of(pinned)
-    found += _of_search(request, searched) if searched else ()
+    found += of_search(request, searched) if searched else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.bound_words:
@@ -281,7 +283,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
     return Candidates(tuple(found), tuple(refused), bound, gap, status, left)
 
 
-def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
+def of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
     """What it proposes, the fastest on every part of the cluster included; where nothing fits, the
     smallest that was simulated.
     """
@@ -298,6 +300,17 @@ def _of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         yield found
         if len(own.stages) == 1:
             yield from _with_stripes(request, found)
+    for _, placed in faster_placed(request, _fitting(request, searched)):
+        own = placed.decisions
+        name = on_devices(request, f"{_name(AUTO, own)}, placed", own)
+        yield ScoredPlan(own, placed.prediction, AUTO, name)
+
+
+def _fitting(request: Request, searched: Searched) -> tuple[SimulatedPlan, ...]:
+    """The plans that are laid otherwise, too: those that fit, on a torus."""
+    if not is_grid(request.cluster):
+        return ()
+    return tuple(p for p in searched.proposals if p.peak_bytes <= request.limit_bytes)
 
 
 def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:

@@ -43,6 +43,15 @@ UNBOUND = (
     " at: what it proved is not of this plan"
 )
 
+PLACED = (
+    "the axes of its mesh lie otherwise than those of the meshes that are searched: what the search"
+    " proved is not of this plan"
+)
+ORDERED = (
+    "ranks are on devices in an order of the plan's own; parloom export PLAN --to ranks (or"
+    " rankfile, jax) says where"
+)
+
 
 class NothingFitsError(InfeasibleError):
     """None of the candidates fits."""
@@ -156,6 +165,7 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         *uneven,
         *tight_words(cluster, best.prediction.peak_bytes),
         *idle_words(best.decisions, _why_idle(request, found.found)),
+        *([ORDERED] if any(stage.mesh.order for stage in best.decisions.stages) else []),
         *found.refused,
     )
     choice = Choice(
@@ -168,8 +178,11 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         found.status,
         aim=aim_of(request, best, found.aim_bound),
     )
-    if (choice.bound_s or found.aim_bound) and changes_tensors(best.decisions.rewrites):
-        notes, aim = (f"{best.name}: {UNBOUND}", *notes), aim_of(request, best, None)
+    padded = changes_tensors(best.decisions.rewrites)
+    placed = not all(stage.mesh.is_nested for stage in best.decisions.stages)
+    if (choice.bound_s or found.aim_bound) and (padded or placed):
+        why = UNBOUND if padded else PLACED
+        notes, aim = (f"{best.name}: {why}", *notes), aim_of(request, best, None)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes, aim=aim)
     return choice
 

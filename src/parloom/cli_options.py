@@ -88,7 +88,8 @@ CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: 
 THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."
 TO = (
     "A launcher: slurm, k8s, skypilot, ray, torchrun; a framework's settings: torchtitan,"
-    " accelerate, deepspeed, megatron, dtensor; or model-explorer."
+    " accelerate, deepspeed, megatron, dtensor; where ranks are: ranks, rankfile, jax; or"
+    " model-explorer."
 )
 STRICT = "Exit 3, and write nothing, where a framework's settings cannot say all of the plan."
 SCRIPT = "As python would take it; default: train.py."

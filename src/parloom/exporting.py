@@ -16,6 +16,8 @@ from parloom.export import model_explorer as explorer
 from parloom.export.description import Description, describe
 from parloom.export.launch import STARTS, job_of, launch_file
 from parloom.export.launch import TARGETS as LAUNCHERS
+from parloom.export.order import TARGETS as ORDERS
+from parloom.export.order import order_file
 from parloom.export.settings import Settings
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
@@ -34,7 +36,7 @@ FRAMEWORKS: Mapping[str, Callable[[Description], Settings]] = MappingProxyType(
 )
 """The frameworks for which settings are written, by name."""
 EXPLORER = "model-explorer"
-TARGETS = (*LAUNCHERS, *FRAMEWORKS, EXPLORER)
+TARGETS = (*LAUNCHERS, *ORDERS, *FRAMEWORKS, EXPLORER)
 
 
 def export(
@@ -56,6 +58,9 @@ def export(
         job = job_of(plan, str(file), script)
         name, text = launch_file(to, job)
         document |= {"nodes": job.nodes, "processes_a_node": job.per_node}
+    elif to in ORDERS:
+        name, text = order_file(to, plan)
+        document["not_expressible"] = []
     else:
         found = Settings(explorer.FILE, _explored(plan)) if to == EXPLORER else _settings(plan, to)
         if strict and found.missing:
@@ -76,6 +81,8 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
         ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
         start = STARTS[document["to"]].format(document["file"])
         return [f"{document['file']}: {ranks} of {plan}", f"next: {start}"]
+    if document["to"] in ORDERS:
+        return [f"{document['file']}: where the ranks of {plan} are"]
     if document["to"] == EXPLORER:
         return [f"{document['file']}: the program of {plan}"]
     missing = document["not_expressible"]

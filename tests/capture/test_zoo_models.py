@@ -53,7 +53,7 @@ def test_captured_and_parallel_equal_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["dit_xl", "unet", "llama", "gshard", "cnn"])
+@pytest.mark.parametrize("name", ["dit_xl", "wan_1_3b", "unet", "llama", "gshard", "cnn"])
 def test_captured_in_low_precision(name: str, dtype: torch.dtype) -> None:
     """Tables stay in float32, and what they make meets weights of less; files of it can be read."""
     model, batch = small(name)

@@ -1,131 +1,244 @@
-"""FlexFlow's placements: items on groups of devices, and the stages that they make."""
+"""Placements, against all orders of the devices: no order is better than the best of them."""
 
-from dataclasses import replace
-from itertools import product
-from random import Random
+from collections.abc import Sequence
+from itertools import permutations, product
+from math import prod
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from parloom.comparators import chains
-from parloom.comparators.chains import chain
-from parloom.comparators.flexflow import PENALTY_PS
-from parloom.comparators.pipelines import costs_by_size
-from parloom.comparators.placements import Placement, Placements, placed, stages_of
 from parloom.cost.clusters import load_cluster
-from parloom.cost.hardware import DataSheets
-from parloom.cost.stages import simulate_stages
-from parloom.ir.factors import factorize
-from parloom.ir.lower_stages import lower_stages
-from parloom.ir.plan import Decisions
-from parloom.ir.stages import cut, item_edges, stage_items
-from parloom.ir.verify import verify_decisions
-from parloom.search.pipelines.costs import ItemCosts, Pricer
-from parloom.search.request import Request
-from tests.property.searched import ADAM, random_graph
+from parloom.cost.embedding import embedded, groups_of
+from parloom.cost.links import loads
+from parloom.cost.walk import Walker
+from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
+from parloom.search.placements import Sent, placements, with_devices
+from parloom.search.ways_around import row_by_row, ways
 
-CLUSTER = load_cluster("2x2xV100-16GB")
-PLENTY = 2**40
+CHIP = load_cluster("8xTPU-v5e").device
+FAST, SLOW = Link(100e9, 1e-6), Link(20e9, 5e-6)
+Axes = tuple[str, ...]
 
 
-def asked(seed: int, num_operators: int = 6) -> Request:
-    graph = random_graph(Random(seed), num_operators)
-    return Request(graph, DataSheets(CLUSTER), ADAM, PLENTY, all_devices=False)
+def torus(*levels: tuple[int, str]) -> Cluster:
+    named = (Level(f"l{i}", size, FAST, fabric=fabric) for i, (size, fabric) in enumerate(levels))
+    return Cluster("torus", CHIP, tuple(named), "other")
 
 
-def costs_of(request: Request, size: int = 1) -> ItemCosts:
-    factored = factorize(request.graph)
-    pricer = Pricer(request, factored, stage_items(request.graph), request.machine)
-    return costs_by_size(request, Decisions(), pricer, 1)[size]
+def node(*levels: tuple[int, Link], fabric: str = "switch") -> Cluster:
+    named = (Level(f"l{i}", size, link, fabric=fabric) for i, (size, link) in enumerate(levels))
+    return Cluster("node", CHIP, tuple(named), "nccl")
 
 
-def walk_of(costs: ItemCosts, placement: Placement, limit_bytes: int = PLENTY) -> Placements:
-    walk = Placements(costs, CLUSTER, limit_bytes, PENALTY_PS, Random(0))
-    walk.go_back(placement)
-    return walk
+SLICE, RING = torus((2, "line"), (4, "line")), torus((8, "ring"))
+WRAPPED = torus((2, "line"), (4, "ring"))
+NODES = [
+    node((8, FAST)),
+    node((4, FAST), (2, SLOW)),
+    node((2, FAST), (2, FAST), (2, SLOW)),
+    node((8, FAST), fabric="full_mesh"),
+]
 
 
-def played(placement: Placement, costs: ItemCosts) -> float:
-    """When the last item is over: in turns each device that can takes its next one; two of them are
-    a node. Then gradients of weights that are on several are summed.
+def mesh_of(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
+    """Axes of these sizes, the last over the fastest links."""
+    primes, axes = list(cluster.prime_axes()), []
+    for name, size in reversed(list(zip("xyzw", sizes, strict=False))):
+        own: list[PrimeAxis] = []
+        while prod(p.size for p in own) < size:
+            own.append(primes.pop(0))
+        axes.append(MeshAxis(name, tuple(reversed(own))))
+    return Mesh(tuple(reversed(axes)))
+
+
+def all_orders(cluster: Cluster) -> NDArray[np.int64]:
+    return np.array(list(permutations(range(cluster.num_devices))))
+
+
+def ring_times(
+    cluster: Cluster, plain: Mesh, orders: NDArray[np.int64], axes: Axes
+) -> NDArray[np.float64]:
+    """How long the busiest link is busy in rings of a byte an edge, for each order: every pair's
+    links are found once.
     """
-    free, done = [0.0] * 4, dict[int, float]()
-    queues = [[i for i, own in enumerate(placement) if own == device] for device in range(4)]
-    while any(queues):
-        for device, queue in enumerate(queues):
-            reads = [value for value in costs.sent if queue and queue[0] in value.targets]
-            if queue and all(value.source in done for value in reads):
-                arrived = [free[device]]
-                for value in reads:
-                    other = placement[value.source]
-                    sent_ps = value.ps[0 if other // 2 == device // 2 else 1]
-                    arrived.append(done[value.source] + sent_ps * (other != device))
-                item = queue.pop(0)
-                free[device] = done[item] = max(arrived) + float(costs.loads_ps[item])
-    sums = [ps for one, other, ps in costs.shared_ps if placement[one] != placement[other]]
-    return max(free) + sum(sums)
+    size, table = cluster.num_devices, []
+    for pair in product(range(size), repeat=2):
+        first, last = (np.array([device]) for device in pair)
+        own = loads(cluster, first, last, np.full(1, 0.5))
+        table.append(np.concatenate([x.amounts.ravel() / x.rate_bytes_per_s for x in own]))
+    links = np.array(table)
+    groups = orders[:, groups_of(Mesh(plain.axes), axes)]
+    after = np.roll(groups, -1, axis=2)
+    total = np.zeros((len(orders), links.shape[1]))
+    for pairs in (groups * size + after, after * size + groups):
+        for column in pairs.reshape(len(orders), -1).T:
+            total += links[column]
+    most: NDArray[np.float64] = total.max(axis=1)
+    return most
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_cost_is_when_the_last_item_is_over(seed: int) -> None:
-    shared = ((0, 3, 10**9), (1, 2, 10**8))
-    costs, rng = replace(costs_of(asked(seed)), shared_ps=shared), Random(seed)
+def devices(mesh: Mesh, plain: Mesh) -> list[int]:
+    """By rank of `plain`, the device on which `mesh` has its coordinates."""
+    place = {}
+    for rank in range(mesh.num_ranks):
+        place[tuple(mesh.coordinates(rank).values())] = mesh.order[rank] if mesh.order else rank
+    return [place[tuple(plain.coordinates(rank).values())] for rank in range(plain.num_ranks)]
+
+
+def reductions(mesh: Mesh) -> Sent:
+    names = mesh.names
+    found = {("all_reduce", (name,)) for name in names} | {("all_reduce", names)}
+    return tuple(sorted(found))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sizes"),
+    [
+        *product((SLICE, NODES[2]), ((8,), (2, 4), (4, 2), (2, 2, 2))),
+        *product((WRAPPED, RING, *NODES[:2], NODES[3]), ((2, 4),)),
+    ],
+)
+def test_no_order_has_shorter_rings(cluster: Cluster, sizes: tuple[int, ...]) -> None:
+    """Of all 8! orders, and for any weights of the axes that collectives are over."""
+    plain = mesh_of(cluster, sizes)
+    sent = reductions(plain)
+    found = placements(plain, cluster, sent)
+    assert plain in found
+    ours = np.array([devices(mesh, plain) for mesh in found])
+    every = all_orders(cluster)
+    times = {axes: ring_times(cluster, plain, every, axes) for _, axes in sent}
+    own = {axes: ring_times(cluster, plain, ours, axes) for _, axes in sent}
+    rng = np.random.default_rng(0)
     for _ in range(20):
-        placement = tuple(rng.randrange(4) for _ in costs.items)
-        assert walk_of(costs, placement).cost() == played(placement, costs)
+        weights = rng.random(len(sent)) ** 4
+        least = sum(w * times[axes] for w, (_, axes) in zip(weights, sent, strict=True)).min()
+        best = sum(w * own[axes] for w, (_, axes) in zip(weights, sent, strict=True)).min()
+        assert best == pytest.approx(least, 1e-9)
 
 
-def test_memory_above_the_limit_is_penalized() -> None:
-    costs = costs_of(asked(0))
-    placement = (0,) * len(costs.items)
-    held = int((costs.stored_bytes + costs.kept_bytes).sum())
-    fits, more = (walk_of(costs, placement, held - less).cost() for less in (0, 7))
-    assert fits == walk_of(costs, placement).cost()
-    assert more == fits + 7 * PENALTY_PS
+@pytest.mark.parametrize(
+    ("cluster", "sizes"), [(torus((2, "line"), (3, "line")), (2, 3)), (torus((5, "ring")), (5,))]
+)
+def test_no_order_sends_faster(cluster: Cluster, sizes: tuple[int, ...]) -> None:
+    """Every kind of collective, over each axis and over both, as prices are: no order of the
+    devices is faster in the sum, whatever the bytes.
+    """
+    plain = with_sizes(cluster, sizes)
+    axes = sorted({(name,) for name in plain.names} | {plain.names})
+    kinds = ("all_reduce", "all_to_all", "shift", "halo_exchange")
+    asked = [(kind, over, 10.0**power) for kind in kinds for over in axes for power in (3, 8)]
+    found = placements(plain, cluster, tuple(sorted({(kind, over) for kind, over, _ in asked})))
+    ours = seconds_of(cluster, found, asked)
+    orders = permutations(range(cluster.num_devices))
+    every = seconds_of(cluster, [Mesh(plain.axes, tuple(order)) for order in orders], asked)
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        weights = rng.random(len(asked)) ** 6
+        assert (ours @ weights).min() == pytest.approx((every @ weights).min(), 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_stages_are_convex_in_order_and_not_cut_for_nothing(seed: int) -> None:
-    request, rng = asked(seed, 8), Random(seed)
-    keys, edges = stage_items(request.graph), item_edges(request.graph)
-    placement = tuple(rng.randrange(3) for _ in keys)
-    stages = stages_of(placement, edges)
-    assert sorted(i for stage in stages for i in stage) == list(range(len(keys)))
-    assert all(len({placement[i] for i in stage}) == 1 for stage in stages)
-    place = {item: index for index, stage in enumerate(stages) for item in stage}
-    assert all(place[source] <= place[target] for source, target in edges)
-    cut(request.graph, [[keys[i] for i in stage] for stage in stages])  # raises where it is none
-    assert len(stages_of((1,) * len(keys), edges)) == 1
+def test_drawn_orders_of_a_slice_send_no_faster() -> None:
+    """All kinds of collectives on 2x4, priced as they are; all 8! orders take minutes."""
+    plain = mesh_of(SLICE, (2, 4))
+    axes = [("x",), ("y",), ("x", "y")]
+    asked = [(kind, over, 1e7) for kind in ("all_reduce", "all_to_all") for over in axes]
+    found = placements(plain, SLICE, tuple((kind, over) for kind, over, _ in asked))
+    ours = seconds_of(SLICE, found, asked)
+    rng = np.random.default_rng(2)
+    drawn = [Mesh(plain.axes, tuple(rng.permutation(8).tolist())) for _ in range(150)]
+    # Orders near ours, too: two devices exchanged.
+    for mesh in found[:40]:
+        order = list(mesh.order or range(8))
+        one, other = rng.choice(8, 2, replace=False)
+        order[one], order[other] = order[other], order[one]
+        drawn.append(Mesh(plain.axes, tuple(order)))
+    every = seconds_of(SLICE, drawn, asked)
+    for _ in range(30):
+        weights = rng.random(len(asked)) ** 6
+        assert (ours @ weights).min() <= (every @ weights).min() * (1 + 1e-9)
 
 
-def test_a_stage_is_cut_where_another_one_lies_between() -> None:
-    diamond = [(0, 1), (0, 2), (1, 3), (2, 3)]
-    assert stages_of((0, 0, 1, 0), diamond) == [[0, 1], [2], [3]]
-    assert stages_of((0, 1, 0, 0), diamond) == [[0, 2], [1], [3]]
-    assert stages_of((0, 1, 1, 0), diamond) == [[0], [1, 2], [3]]
-    assert stages_of((0, 1, 2, 1), diamond) == [[0], [2], [1, 3]]
-    apart = [(0, 2), (1, 3)]  # 2 would wait for 1 if it were with 3, and 3 for 0
-    assert stages_of((0, 1, 1, 0), apart) == [[0], [1, 2], [3]]
+def with_sizes(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
+    """A mesh whose axes have a prime axis each."""
+    primes = {prime.size: prime for prime in cluster.prime_axes()}
+    axes = (MeshAxis(name, (primes[size],)) for name, size in zip("xy", sizes, strict=False))
+    return Mesh(tuple(axes))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_chain_reaches_the_best_placement(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it accepts enough that is worse."""
-    monkeypatch.setattr(chains, "BETA", 10.0)
-    costs = costs_of(asked(seed, 3), size=2)
-    every = product(range(2), repeat=len(costs.items))
-    best = min(walk_of(costs, placement).cost() for placement in every)
-    walk = walk_of(costs, (0,) * len(costs.items))
-    cost, placement = chain(walk, 2000, Random(seed))
-    assert cost == best
-    assert walk_of(costs, placement).cost() == best
+def seconds_of(
+    cluster: Cluster, meshes: Sequence[Mesh], asked: list[tuple[str, Axes, float]]
+) -> NDArray[np.float64]:
+    rows = []
+    for mesh in meshes:
+        walker = Walker({}, mesh, cluster)
+        rows.append([walker.exchange(*what).seconds for what in asked])
+    return np.array(rows)
 
 
-def test_placements_are_plans_of_stages() -> None:
-    request, said = asked(3, 8), list[str]()
-    plans = list(placed(request, Decisions(), PENALTY_PS, 200, said.append))
-    assert len(said) == 4  # groups of one and of two devices, from two starts
-    assert plans
-    for plan in plans:
-        verify_decisions(request.graph, plan)
-        lowered = lower_stages(request.graph, plan)
-        assert simulate_stages(lowered, CLUSTER, plan, ADAM).step_ps > 0
+def test_each_collective_is_priced_where_it_is_fastest() -> None:
+    plain = mesh_of(SLICE, (2, 4))
+    found = placements(plain, SLICE, reductions(plain))
+    over: tuple[Axes, ...] = (("x",), ("y",), ("x", "y"))
+    asked = [("all_reduce", axes, 1e8) for axes in over]
+    apart = seconds_of(SLICE, found, asked)
+    least = Walker({}, plain, SLICE, placements=found)
+    assert [least.exchange(*what).seconds for what in asked] == apart.min(axis=0).tolist()
+    assert (apart.min(axis=0) < apart[0]).any()
+
+
+def test_strides_alone_are_not_enough() -> None:
+    """The ring around a slice of 2x4 is an order that no prime axes describe."""
+    plain = mesh_of(SLICE, (8,))
+    found = placements(plain, SLICE, reductions(plain))
+    rings = {mesh: max(embedded(mesh, ("x",), SLICE).ring.loads) for mesh in found}  # type: ignore[union-attr]
+    assert min(rings.values()) == 0.5
+    assert min(load for mesh, load in rings.items() if not mesh.order) == 1.0
+
+
+def test_prime_axes_say_what_they_can() -> None:
+    plain = mesh_of(SLICE, (2, 4))
+    assert with_devices(plain, tuple(range(8)), SLICE) == plain
+    blocks = (0, 1, 2, 3, 4, 5, 6, 7)
+    other = Mesh((MeshAxis("x", SLICE.prime_axes()[:1]), MeshAxis("y", SLICE.prime_axes()[:0:-1])))
+    order = tuple(devices(other, plain))
+    assert order != blocks
+    assert with_devices(plain, order, SLICE) == other
+    snake = (0, 2, 4, 6, 7, 5, 3, 1)
+    assert with_devices(plain, snake, SLICE) == Mesh(plain.axes, snake)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 4), (4, 4), (3, 4), (2, 2, 2), (4, 2, 3), (5,), (1, 6), (8, 8)]
+)
+def test_ways_go_through_all_places_once(shape: tuple[int, ...]) -> None:
+    places = set(product(*map(range, shape)))
+    assert set(row_by_row(shape, range(len(shape)))) == places
+    found = list(ways(shape))
+    assert all(len(way) == len(places) and set(way) == places for way in found)
+    far = [
+        max(
+            sum(abs(a - b) for a, b in zip(*step, strict=True))
+            for step in zip(way, way[1:] + way[:1], strict=True)
+        )
+        for way in found
+    ]
+    if sum(n > 1 for n in shape) > 1:
+        assert 1 in far  # a closed way whose every step is to a neighbor
+    else:
+        assert far == [2]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 8)])
+def test_larger_slices_have_better_placements(sizes: tuple[int, ...]) -> None:
+    cluster = torus((4, "line"), (4, "line"))
+    plain = mesh_of(cluster, sizes)
+    sent = reductions(plain)
+    found = placements(plain, cluster, sent)
+    assert len(set(found)) == len(found)
+    for mesh in found:
+        assert sorted(devices(mesh, plain)) == list(range(16))
+        assert [axis.size for axis in mesh.axes] == list(sizes)
+    asked = [(kind, axes, 1e9) for kind, axes in sent]
+    seconds = seconds_of(cluster, found, asked)
+    assert seconds.min(axis=0).sum() < seconds[0].sum() * 0.95

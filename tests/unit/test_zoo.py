@@ -103,6 +103,9 @@ PUBLISHED = {
     "resnext50_artifact": 25_028_904 - 30_272 - 2_768_896 - 7_680,
     # "35.7 million" in appendix B of the paper; google/ddpm-cifar10-32.
     "unet": 35_746_307,
+    # Wan-AI/Wan2.1-T2V-1.3B and 14B.
+    "wan_1_3b": 1_418_996_800,
+    "wan_14b": 14_288_491_584,
     # torchvision's wide_resnet50_2; "68.9M" in table 8 of the paper.
     "wide_resnet": 68_883_240,
     "xdl": 4 * 10**6 * 64 + 2 * 256**2 + 256 * 2,

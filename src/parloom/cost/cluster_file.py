@@ -177,7 +177,8 @@ def _levels(
     level = _level(section, reading, index, known, backend)
     if shape == "torus":
         wraps = section.flag("wraps") if section.has("wraps") else True
-        return torus_levels(level, section.integers("torus"), wraps)
+        sides = section.integers("torus")
+        return torus_levels(level, sides, (wraps,) * len(sides))
     return (replace(level, size=section.integer("size")),)
 
 

@@ -7,6 +7,8 @@ device and direction.
 
 import re
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from math import prod
 from pathlib import Path
 
 from parloom.cost import units
@@ -16,7 +18,6 @@ from parloom.cost.devices import (
     Network,
     find_device,
     find_interconnect,
-    torus_levels,
     torus_shape,
 )
 from parloom.cost.money import AS_LISTED, Prices
@@ -30,6 +31,7 @@ NETWORK_BYTES_PER_S = 12.5e9
 MOST_BYTES = 64 << 10  # of a cluster file; a megabyte of YAML takes seconds
 
 _SPEC = re.compile(r"(?:(\d{1,7})x)?(\d{1,7})x([A-Za-z][^\\]*)")
+_SLICE = re.compile(r"([A-Za-z][^\\:]*):(\d{1,5}(?:x\d{1,5})*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,56 @@ def resolve_cluster(spec: str, prices: Prices = AS_LISTED) -> LoadedCluster:
     if spec.endswith((".yaml", ".yml")):
         return _from_file(Path(spec), prices)
     match = _SPEC.fullmatch(spec.strip())
+    if spec.strip() in presets():
+        text = files("parloom").joinpath(f"clusters/{spec.strip()}.yaml").read_text("utf-8")
+        return _from_text(text, f"{spec.strip()}.yaml", prices)
+    if part := _SLICE.fullmatch(spec.strip()):
+        return _from_slice(part[1], part[2], prices)
     if match is None and ("/" in spec or "\\" in spec):
         return _from_file(Path(spec), prices)
     if match is None:
         raise InputError(
             f"cannot read the cluster {spec!r}: write nodes x devices x device as 2x8xH100, one "
-            f"node as 8xH100, processes on this machine as 4xcpu, or the path of a YAML file"
+            f"node as 8xH100, a slice of a torus as TPU-v5e:4x4, processes on this machine as"
+            f" 4xcpu, or the path of a YAML file"
         )
     return _from_spec(int(match[1] or 1), int(match[2]), match[3], prices)
+
+
+def presets() -> tuple[str, ...]:
+    """Names of clusters that the package brings as files."""
+    there = (Path(entry.name) for entry in files("parloom").joinpath("clusters").iterdir())
+    names = {path.stem for path in there if path.suffix == ".yaml"}
+    return tuple(sorted(names - {"devices"}))
+
+
+def _from_slice(name: str, sides: str, prices: Prices) -> LoadedCluster:
+    """`TPU-v5e:4x8`: a slice of a pod by its sides."""
+    usual = find_device(name)
+    known, fabric = prices.known(usual), usual.scale_up
+    shape = tuple(map(int, sides.split("x")))
+    spec = f"{usual.device.name}:{sides}"
+    if not fabric.torus:
+        raise InputError(f"{spec}: {usual.device.name} is in no torus: write 2x8x{name}")
+    if len(shape) != fabric.torus or not fabric.has_slice(shape):
+        there = ", ".join(fabric.slices)
+        multiple = "x".join([str(fabric.wraps)] * fabric.torus)
+        raise InputError(
+            f"{spec}: a pod of {usual.device.name} has no such slice; there are {there} and, up to"
+            f" {fabric.domain} devices, those whose {fabric.torus} sides are multiples as in"
+            f" {multiple}"
+        )
+    levels, count = fabric.levels(tuple(sorted(shape))), prod(shape)
+    recalled = [f"written from memory, so check them: {', '.join(known.recalled)}"]
+    assumed = (
+        f"one slice with {count} x {usual.device.name}",
+        _rates(known),
+        *([_inside_line(known, list(levels))] if count > 1 else []),
+        *(recalled if known.recalled else []),
+        f"plans for {usual.device.name} are priced; no back end here runs them",
+    )
+    cluster = Cluster(spec, known.device, levels, known.backend, known.host_of(count))
+    return LoadedCluster(cluster, assumed, spec if known == usual else one_line(cluster))
 
 
 def _from_spec(num_nodes: int, num_devices: int, name: str, prices: Prices) -> LoadedCluster:
@@ -117,9 +161,7 @@ def _inside(known: KnownDevice, num_devices: int) -> tuple[Level, ...]:
     if not fabric.torus:
         usual = replace(fabric.level, size=max(num_devices, fabric.domain))
         return (usual.part(num_devices),)
-    shape = tuple(side for side in torus_shape(num_devices, fabric.torus) if side > 1) or (1,)
-    whole = len(shape) == fabric.torus and all(side % fabric.wraps == 0 for side in shape)
-    return torus_levels(fabric.level, shape, whole)
+    return fabric.levels(torus_shape(num_devices, fabric.torus))
 
 
 def _between(known: KnownDevice, num_nodes: int, num_devices: int) -> tuple[Level, ...]:
@@ -189,8 +231,10 @@ def _inside_line(known: KnownDevice, levels: list[Level]) -> str:
     if not known.scale_up.torus:
         return _link_line("between devices of a node", levels[0])
     shape = "x".join(str(level.size) for level in levels)
-    wraps = "with" if levels[0].fabric == "ring" else "without"
-    line = _link_line(f"a torus of {shape} {wraps} wrap-around", levels[0])
+    around = [str(level.size) for level in levels if level.fabric == "ring"]
+    wraps = "with" if around else "without"
+    some = f" of {', '.join(around)}" if around and len(around) < len(levels) else ""
+    line = _link_line(f"a torus of {shape} {wraps} wrap-around{some}", levels[0])
     both = "per dimension and direction (to both neighbors together)"
     return line.replace("per device and direction", both)
 

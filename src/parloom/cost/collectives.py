@@ -10,7 +10,7 @@ row.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import permutations
@@ -27,7 +27,9 @@ from parloom.cost.algorithms import (
     Span,
     group_size,
 )
+from parloom.cost.embedding import Embedding
 from parloom.cost.price import Traffic
+from parloom.cost.torus import links_passed, rate, schedules
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster, Level, MeshAxis
 
@@ -180,14 +182,19 @@ def collective(
     cluster: Cluster,
     algorithm: str | None = None,
     alone: bool = False,
+    embedding: Embedding | None = None,
 ) -> Collective:
     """The fastest way to do `kind` over `group`; see `algorithms` for what `num_bytes` counts.
 
     By default every rank of the cluster takes part, each in its own group, and they share uplinks;
     `alone`: nobody else sends. `algorithm` asks for that one, whether the back end has it or not.
+    On a torus, groups are neighbors along its dimensions unless an `embedding` says where they lie.
     Raises `InputError` for an unknown kind or algorithm and for a group that is not in the cluster.
     """
-    found = candidates(kind, num_bytes, group, cluster, algorithm, alone)
+    if embedding is not None:
+        found = tuple(_on_torus(kind, num_bytes, embedding, cluster))
+    else:
+        found = candidates(kind, num_bytes, group, cluster, algorithm, alone)
     return min(found, key=lambda c: c.seconds, default=NOTHING)
 
 
@@ -223,6 +230,21 @@ def candidates(
             kind, name, has[name](num_bytes, order, backend.rails), order, cluster, alone
         )
     )
+
+
+def _on_torus(
+    kind: str, num_bytes: float, embedding: Embedding, cluster: Cluster
+) -> Iterator[Collective]:
+    """Every way of the back end over groups that lie on a torus so."""
+    backend = BACKENDS[cluster.backend]
+    names = backend.algorithms.get(kind, tuple(ALGORITHMS[kind]))
+    for name, order, schedule in schedules(kind, names, num_bytes, embedding, backend.rails):
+        times = [leg.num_bytes / rate(leg, embedding, cluster) for leg in schedule.legs]
+        waits = sum(
+            leg.messages * cluster.levels[leg.level].link.latency_s * links_passed(leg, embedding)
+            for leg in schedule.legs
+        )
+        yield from _timed(kind, name, schedule, order, backend, (waits, times), embedding.size)
 
 
 def spans(group: Group, cluster: Cluster) -> Order:
@@ -292,28 +314,48 @@ def _costs(
     kind: str, name: str, schedule: Schedule, order: Order, cluster: Cluster, alone: bool
 ) -> Iterator[Collective]:
     """The schedule under each protocol of the back end."""
-    backend = BACKENDS[cluster.backend]
     by_level = {span.level: span for span in order}
-    always, in_pairs = backend.turns.get(kind, (1.0, 0.0))
-    turns = always + in_pairs / (group_size(order) - 1)
     waits = sum(_wait_s(leg, by_level[leg.level], cluster) for leg in schedule.legs)
     times = [
         leg.num_bytes / _rate(leg, by_level[leg.level], cluster, alone) for leg in schedule.legs
     ]
+    backend = BACKENDS[cluster.backend]
+    yield from _timed(kind, name, schedule, order, backend, (waits, times), group_size(order))
+
+
+def _timed(
+    kind: str,
+    name: str,
+    schedule: Schedule,
+    order: Order,
+    backend: Backend,
+    seconds: tuple[float, Sequence[float]],
+    ranks: int,
+) -> Iterator[Collective]:
+    """A schedule whose messages wait and whose legs take so many `seconds`, under each protocol."""
+    waits, times = seconds
+    always, in_pairs = backend.turns.get(kind, (1.0, 0.0))
+    turns = always + in_pairs / (ranks - 1)
     moves = max(times) if schedule.pipelined else sum(times)
     traffic = tuple(sorted((g.level, g.mean_bytes, g.messages) for g in schedule.legs))
     busy: dict[int, float] = {}
-    for leg, seconds in zip(schedule.legs, times, strict=True):
-        busy[leg.level] = busy.get(leg.level, 0.0) + seconds
+    for leg, taken in zip(schedule.legs, times, strict=True):
+        busy[leg.level] = busy.get(leg.level, 0.0) + taken
     # In-switch reduction has one protocol, which waits as Simple does.
     protocols = backend.protocols[-1:] if name == "switch" else backend.protocols
+    levels = tuple(span.level for span in order)
     for protocol in protocols:
         share = protocol.share * SHARE.get(name, 1.0)
         wait = waits * protocol.latency
-        levels = tuple(span.level for span in order)
-        seconds = wait + moves * turns / share
         yield Collective(
-            kind, name, protocol.name, levels, seconds, wait, traffic, tuple(busy.items())
+            kind,
+            name,
+            protocol.name,
+            levels,
+            wait + moves * turns / share,
+            wait,
+            traffic,
+            tuple(busy.items()),
         )
 
 

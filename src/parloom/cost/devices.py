@@ -4,10 +4,11 @@ Devices have names, short names, the links they usually come with, and for every
 from. Bandwidths are per device and direction.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
+from math import inf, prod
 
 from parloom.cost import units
 from parloom.cost.strict_yaml import Section, read
@@ -28,6 +29,8 @@ RECALLED = "recalled"
 # Of one device in dollars, where that is from, and of when it is.
 PRICE_KEYS = ("price_per_hour", "price_source", "price_date")
 FROM_FILE = "cluster file"
+# Of a fabric what is no number.
+UNSOURCED = ("name", "fabric", "reduces", "by_side")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,29 @@ class ScaleUp:
     """The fabric inside a node: up to `domain` devices (0: no limit is known).
 
     A torus of `torus` dimensions (0: none) has `level.link` to each neighbor, and wraps around
-    where all dimensions are multiples of `wraps`.
+    where all dimensions are multiples of `wraps`, or each that is one (`by_side`). Slices of it are
+    those whose sides are all such multiples, and `slices`.
     """
 
     level: Level
     domain: int = 0
     torus: int = 0
     wraps: int = 1
+    by_side: bool = False
+    slices: tuple[str, ...] = ()
+
+    def levels(self, shape: tuple[int, ...]) -> tuple[Level, ...]:
+        """A slice with these sides, those of one device left out."""
+        whole = len(shape) == self.torus and all(side % self.wraps == 0 for side in shape)
+        sides = tuple(side for side in shape if side > 1) or (1,)
+        wraps = tuple(whole or (self.by_side and side % self.wraps == 0) for side in sides)
+        return torus_levels(self.level, sides, wraps)
+
+    def has_slice(self, shape: tuple[int, ...]) -> bool:
+        """Whether a pod has a slice with these sides, in any order."""
+        fits = prod(shape) <= (self.domain or inf)
+        whole = all(side % self.wraps == 0 for side in shape)
+        return fits and (whole or "x".join(map(str, sorted(shape))) in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +256,9 @@ def read_backend(text: str) -> str:
     return text
 
 
-def torus_levels(level: Level, shape: tuple[int, ...], wraps: bool) -> tuple[Level, ...]:
-    """The dimensions of a torus as levels; `level.link` is to one neighbor.
+def torus_levels(level: Level, shape: tuple[int, ...], wraps: Sequence[bool]) -> tuple[Level, ...]:
+    """The dimensions of a torus as levels, of which some wrap around; `level.link` is to one
+    neighbor.
 
     A device sends to both of its neighbors in a dimension, so each has twice the link's bandwidth.
     """
@@ -254,9 +274,9 @@ def torus_levels(level: Level, shape: tuple[int, ...], wraps: bool) -> tuple[Lev
             name=f"{level.name} {name}",
             size=size,
             link=link,
-            fabric="ring" if wraps and size > 2 else "line",
+            fabric="ring" if around and size > 2 else "line",
         )
-        for name, size in zip(names, shape, strict=False)
+        for name, size, around in zip(names, shape, wraps, strict=False)
     )
 
 
@@ -319,7 +339,8 @@ def _known(
 
 
 def _scale_up(section: Section, links: Mapping[str, Interconnect]) -> ScaleUp:
-    section.check(("name", "bandwidth"), ("domain", "fabric", "reduces", "torus", "wraps"))
+    optional = ("domain", "fabric", "reduces", "torus", "wraps", "by_side", "slices")
+    section.check(("name", "bandwidth"), optional)
     link = _named(section, links).link(section.parse("bandwidth", units.parse_bandwidth))
     level = Level(
         section.text("name"),
@@ -329,7 +350,10 @@ def _scale_up(section: Section, links: Mapping[str, Interconnect]) -> ScaleUp:
         reduces=section.flag("reduces"),
     )
     whole = {n: section.integer(n) for n in ("domain", "torus", "wraps") if section.has(n)}
-    return ScaleUp(level, whole.get("domain", 0), whole.get("torus", 0), whole.get("wraps", 1))
+    slices = section.texts("slices") if section.has("slices") else ()
+    by_side = section.flag("by_side")
+    sizes = (whole.get("domain", 0), whole.get("torus", 0), whole.get("wraps", 1))
+    return ScaleUp(level, *sizes, by_side, slices)
 
 
 def _network(section: Section, links: Mapping[str, Interconnect]) -> Network:
@@ -363,7 +387,7 @@ def _sources(
     for group in ("scale_up", "network", "host"):
         if section.has(group):
             keys = section.section(group).names()
-            named += [f"{group}.{key}" for key in keys if key not in ("name", "fabric", "reduces")]
+            named += [f"{group}.{key}" for key in keys if key not in UNSOURCED]
     named += [n for n in ("price_per_hour", "cores", "efficiency") if section.has(n)]
     found = []
     for field in named:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from math import prod
 
-from parloom.cost.collectives import BACKENDS, collective, group_of
+from parloom.cost.exchanges import Exchanges
 from parloom.cost.hiding import hidden, hide_moves
 from parloom.cost.kernels import LINEAR, NARROW, Kernels, Scores
 from parloom.cost.liveness import Lives, own_of
@@ -61,10 +61,12 @@ class Walker:
         mesh: Mesh,
         cluster: Cluster,
         kernels: Kernels | None = None,
+        placements: tuple[Mesh, ...] = (),
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
         self.kernels = (kernels or Kernels(cluster.device)).on(cluster.device)
         self._known: dict[str, Walked] = {}
+        self.exchanges = Exchanges(mesh, cluster, self.kernels, placements)
 
     @property
     def kernels_of_main(self) -> Kernels:
@@ -230,13 +232,7 @@ class Walker:
 
     def exchange(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`; see `algorithms` for `moved`."""
-        group = group_of(tuple(self.mesh[a] for a in axes))
-        found = collective(kind, moved, group, self.cluster)
-        backend, table = BACKENDS[self.cluster.backend], self.kernels.exchanges
-        scratch = round(backend.scratch.get(kind, 0.0) * moved)
-        timed = table.exchange(kind, moved, group) if table and moved else None
-        seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
-        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)
+        return self.exchanges.price(kind, axes, moved)
 
 
 def _late(lives: Lives, position: Mapping[str, int], owners: Sequence[str]) -> Iterator[Late]:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import LaunchError
 from parloom.ir.plan import DEVICES, Plan
-from parloom.ir.plan_json import plan_hash
+from parloom.ir.plan_json import numbers_text, plan_hash
 
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 TIMEOUT = timedelta(minutes=5)
@@ -126,11 +126,16 @@ def mismatch(plan: Plan, places: Sequence[Place]) -> str:
     size = devices_of_a_node(plan)
     if len(nodes) == 1 or size is None:
         return ""
+    order = plan.decisions.stages[0].mesh.order if len(plan.decisions.stages) == 1 else ()
+    by_device = sorted(places, key=lambda p: order[p.rank] if order else p.rank)
     for start in range(0, len(places), size):
-        own = places[start : start + size]
+        own = by_device[start : start + size]
         if len({place.node for place in own}) > 1 or own[0].on_node != len(own):
+            ranks = f"{start} to {start + len(own) - 1}"
+            if order:
+                ranks = numbers_text(sorted(place.rank for place in own))
             return (
-                f"the plan takes ranks {start} to {start + len(own) - 1} to be on one node of"
+                f"the plan takes ranks {ranks} to be on one node of"
                 f" {size}; here {_where(own[0])} has {own[0].on_node} and {_where(own[-1])} comes"
                 f" next: start {size} processes on each node"
             )

@@ -78,6 +78,11 @@ def job_of(plan: Plan, path: str, script: Sequence[str]) -> Job:
             f"{cluster.name} has nodes of several kinds, for which no launch file is written: start"
             " torchrun on each, with its ranks in the plan's order"
         )
+    if any(stage.mesh.order for stage in plan.decisions.stages):
+        raise InputError(
+            "the plan has ranks on devices in an order of its own, in which torchrun starts none:"
+            " export --to rankfile, or --to jax, says where they are"
+        )
     per_node = min(size, ranks)
     if ranks % per_node:
         raise InputError(f"{ranks} ranks do not divide over nodes of {per_node} devices")

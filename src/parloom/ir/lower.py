@@ -30,7 +30,7 @@ from parloom.ir.graph import (
 )
 from parloom.ir.layout import Layout, Shard, spread
 from parloom.ir.lower_body import WAY_ON, Assignment, Body, Hoist
-from parloom.ir.mesh import Mesh, MeshAxis
+from parloom.ir.mesh import MeshAxis
 from parloom.ir.microbatches import divisors, expanded, nearest_counts
 from parloom.ir.ops import op_of
 from parloom.ir.pcg import (
@@ -83,7 +83,9 @@ class _Lowering:
         count, axes = decisions.num_microbatches, decisions.mesh.axes
         # A program of one microbatch has nothing to cut: only its inputs and draws lie in time.
         self.steps = 1 if decisions.accumulates else count
-        self.mesh = Mesh((*axes, MeshAxis(TIME, (), count))) if count > 1 else decisions.mesh
+        whole = decisions.mesh
+        timed = replace(whole, axes=(*axes, MeshAxis(TIME, (), count)))
+        self.mesh = timed if count > 1 else whole
         self.by_key = {n.key: n for n in decisions.nodes}
         self.assigned: dict[tuple[str, str], Assignment] = {}
         self.policies = {a.prefix: a.policy for a in decisions.activations if not a.lists}

@@ -7,6 +7,7 @@ fastest.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -285,19 +286,36 @@ class MeshAxis:
 class Mesh:
     """A logical mesh: axes, outermost first, whose sizes multiply to the number of ranks.
 
-    At most one axis is in time; it does not count towards the ranks.
+    At most one axis is in time; it does not count towards the ranks. `order` is the device of each
+    rank, where that is not the rank's own number: ways around a torus that no strides describe.
     """
 
     axes: tuple[MeshAxis, ...]
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) != len(names):
             raise LayoutError(f"mesh axis names repeat: {names}")
+        if self.order and sorted(self.order) != list(range(self.num_ranks)):
+            raise LayoutError(
+                f"the order of devices does not number {self.num_ranks} ranks once each"
+            )
 
     @property
     def num_ranks(self) -> int:
         return prod(axis.size for axis in self.axes if not axis.steps)
+
+    @property
+    def devices(self) -> Sequence[int]:
+        """The device of each rank."""
+        return self.order or range(self.num_ranks)
+
+    @cached_property
+    def is_nested(self) -> bool:
+        """Whether the axes lie as the topology nests, the slowest links first."""
+        strides = [p.stride for axis in self.axes for p in axis.primes if p.size > 1]
+        return not self.order and strides == sorted(strides, reverse=True)
 
     @cached_property
     def names(self) -> tuple[str, ...]:

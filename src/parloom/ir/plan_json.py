@@ -8,7 +8,7 @@ complaint says file:line:column, what is wrong there, and what to do.
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any
 
@@ -161,6 +161,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
                 "items": list(stage.items),
                 "devices": ranks_text(stage.devices),
                 "mesh": [_axis(axis) for axis in stage.mesh.axes],
+                **({"order": list(stage.mesh.order)} if stage.mesh.order else {}),
                 **({"microbatches": numbers_text(own)} if (own := stage.microbatches) else {}),
                 **({"at_once": stage.at_once} if stage.at_once > 1 else {}),
             }
@@ -405,6 +406,11 @@ class _Reader:
         if count != mesh.num_ranks:
             message = f"{count} of them, and the mesh numbers {mesh.num_ranks}"
             raise self.error((*path, "devices"), message)
+        if document.order is not None:
+            if sorted(document.order) != list(range(count)):
+                message = f"each number from 0 to {count - 1} once is needed"
+                raise self.error((*path, "order"), message)
+            mesh = replace(mesh, order=tuple(document.order))
         own = self._ranges((*path, "microbatches"), document.microbatches or "")
         if own and own[-1].stop > schema.MOST_MICROBATCHES:
             message = f"there are at most {schema.MOST_MICROBATCHES} microbatches"

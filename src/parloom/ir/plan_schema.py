@@ -87,12 +87,14 @@ class ParameterDocument(Document):
 
 class StageDocument(Document):
     """Items of main's body (none: all), the ranks of the devices that compute them, their mesh, and
-    the microbatches that they run (none: all), so many at once.
+    the microbatches that they run (none: all), so many at once. `order`: on which of its devices
+    each rank of the mesh is, where that is not as they are numbered.
     """
 
     items: list[Name]
     devices: Ranks
     mesh: list[AxisDocument]
+    order: list[Index] | None = None
     microbatches: Ranks | None = None
     at_once: Microbatches = 1
 

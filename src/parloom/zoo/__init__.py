@@ -45,6 +45,8 @@ _BUILDERS = MappingProxyType(
         "resnext50": ("resnet", "build_resnext50"),
         "resnext50_artifact": ("resnet", "build_resnext50_artifact"),
         "unet": ("unet", "build"),
+        "wan_1_3b": ("wan", "build"),
+        "wan_14b": ("wan", "build_14b"),
         "wide_resnet": ("resnet", "build_wide_resnet"),
         "xdl": ("xdl", "build"),
     }

@@ -1,0 +1,44 @@
+"""What collectives over axes of a mesh cost where the mesh lies, or where it may lie."""
+
+from parloom.cost.collectives import BACKENDS, Collective, Group, collective, group_of
+from parloom.cost.embedding import embedded, on_torus
+from parloom.cost.kernels import Kernels
+from parloom.cost.works import Exchange
+from parloom.ir.mesh import Cluster, Mesh
+
+Asked = tuple[str, tuple[str, ...], float]
+"""Kind, axes and bytes of a collective, as `algorithms` counts them."""
+
+
+class Exchanges:
+    """Prices of collectives over axes of `mesh`; `sent` is all that was asked for.
+
+    Where `placements` of the mesh are given, each collective is priced where it is fastest.
+    """
+
+    def __init__(
+        self, mesh: Mesh, cluster: Cluster, kernels: Kernels, placements: tuple[Mesh, ...] = ()
+    ) -> None:
+        self.cluster, self.kernels = cluster, kernels
+        self.meshes = placements or (mesh,)
+        self.sent: dict[Asked, None] = {}
+        self._on_torus = on_torus(mesh, cluster)
+
+    def price(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
+        """One collective over the joint group of `axes`."""
+        self.sent[kind, axes, moved] = None
+        ways = (self._way(kind, axes, moved, mesh) for mesh in self.meshes)
+        group, found = min(ways, key=lambda way: way[1].seconds)
+        backend, table = BACKENDS[self.cluster.backend], self.kernels.exchanges
+        scratch = round(backend.scratch.get(kind, 0.0) * moved)
+        timed = table.exchange(kind, moved, group) if table and moved else None
+        seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
+        return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)
+
+    def _way(
+        self, kind: str, axes: tuple[str, ...], moved: float, mesh: Mesh
+    ) -> tuple[Group, Collective]:
+        """The group of `axes` where `mesh` lays them, and the fastest way over it."""
+        group = group_of(tuple(mesh[a] for a in axes))
+        lying = embedded(mesh, axes, self.cluster) if self._on_torus else None
+        return group, collective(kind, moved, group, self.cluster, embedding=lying)

@@ -1,0 +1,206 @@
+"""Where the axes of a logical mesh may lie in a cluster: which prime axes each has, and in which
+order it goes through its devices.
+
+Of what no price tells apart one is kept: switches and their children are alike, and so are equal
+dimensions of a torus. On a torus of up to eight devices all orders are looked at; on larger ones
+those in which every group of an axis has the same shape, and the axis one of a few ways through it
+(`ways_around`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import combinations, permutations, product
+from math import prod
+
+import numpy as np
+
+from parloom.cost.embedding import Embedding, embedding_of, on_torus
+from parloom.cost.links import Ints
+from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
+from parloom.search.every_order import every_order
+from parloom.search.ways_around import row_by_row, ways
+
+# Devices of which all orders are looked at.
+FEW = 8
+# Ways through the devices of one axis that are combined with those of others.
+WAYS = 3
+EVERY = ("all_reduce", "all_to_all", "shift", "halo_exchange")
+Primes = tuple[PrimeAxis, ...]
+Sent = tuple[tuple[str, tuple[str, ...]], ...]
+"""Kinds of collectives, and the axes that each is over."""
+
+
+@lru_cache(maxsize=256)
+def placements(mesh: Mesh, cluster: Cluster, sent: Sent) -> tuple[Mesh, ...]:
+    """`mesh` and all other ways to lay its axes, as far as prices of what is `sent` may tell them
+    apart.
+    """
+    if len(mesh.axes) < 1 or mesh.num_ranks != cluster.num_devices or mesh.num_ranks < 2:
+        return (mesh,)
+    if not on_torus(mesh, cluster):
+        return (mesh, *(m for m in _by_levels(mesh, cluster) if m != mesh))
+    if mesh.num_ranks > FEW:
+        return tuple(dict.fromkeys((mesh, *_ordered(mesh, cluster))))
+    kinds = {axes: [kind for kind, over in sent if over == axes] for _, axes in sent}
+    orders = every_order(mesh, kinds, cluster)
+    return tuple(dict.fromkeys((mesh, *(with_devices(mesh, order, cluster) for order in orders))))
+
+
+def assignments(sizes: Sequence[int], primes: Primes) -> Iterator[tuple[Primes, ...]]:
+    """Every way to give each axis prime axes that make its size, as sets: slowest first."""
+    if not sizes:
+        if not primes:
+            yield ()
+        return
+    for count in range(len(primes) + 1):
+        for own in combinations(primes, count):
+            if prod(p.size for p in own) == sizes[0]:
+                rest = tuple(p for p in primes if p not in own)
+                for others in assignments(sizes[1:], rest):
+                    yield (tuple(sorted(own, key=lambda p: -p.stride)), *others)
+
+
+def _by_levels(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
+    """One mesh for each way to share out the levels: which prime of one it is does not matter."""
+    seen: set[tuple[tuple[tuple[int, int], ...], ...]] = set()
+    for chosen in assignments([axis.size for axis in mesh.axes], cluster.prime_axes()):
+        levels = tuple(tuple((p.level, p.size) for p in own) for own in chosen)
+        if levels not in seen:
+            seen.add(levels)
+            yield _with_primes(mesh, chosen)
+
+
+def _ordered(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
+    """Assignments of prime axes, each with the best ways of every axis."""
+    seen: set[object] = set()
+    for chosen in assignments([axis.size for axis in mesh.axes], cluster.prime_axes()):
+        key = _alike(chosen, cluster)
+        if key in seen:
+            continue
+        seen.add(key)
+        offsets = [_best_ways(own, chosen, cluster) for own in chosen]
+        yield _with_primes(mesh, chosen)
+        for combined in product(*offsets):
+            yield _with_order(mesh, cluster, [np.array(own) for own in combined])
+
+
+def _alike(chosen: Sequence[Primes], cluster: Cluster) -> object:
+    """The same for assignments that differ by an exchange of equal dimensions."""
+    kinds = [(v.size, v.fabric, v.link, v.oversubscription) for v in cluster.levels]
+    images = []
+    for order in permutations(range(len(kinds))):
+        if all(kinds[i] == kinds[j] for i, j in enumerate(order)):
+            strides = [_strides(cluster)[level] for level in range(len(kinds))]
+            images.append(
+                tuple(
+                    tuple(sorted((order[p.level], p.stride // strides[p.level]) for p in own))
+                    for own in chosen
+                )
+            )
+    return min(images)
+
+
+def _strides(cluster: Cluster) -> list[int]:
+    return [prod(v.size for v in cluster.levels[:index]) for index in range(len(cluster.levels))]
+
+
+@lru_cache(maxsize=1024)
+def _best_ways(
+    own: Primes, chosen: tuple[Primes, ...], cluster: Cluster
+) -> tuple[tuple[int, ...], ...]:
+    """The devices of an axis in the orders that no other is better than, the others being anywhere:
+    for each coordinate what it adds to a device's number.
+    """
+    others = [p for axis in chosen for p in axis if p not in own]
+    steps = ([p.stride * digit for digit in range(p.size)] for p in others)
+    bases = np.array([sum(digits) for digits in product(*steps)])
+    found: dict[tuple[int, ...], Embedding] = {}
+    for way in _offsets(own, cluster):
+        if len(way) > 1:
+            found[way] = embedding_of(bases[:, None] + np.array(way)[None, :], cluster)
+        else:
+            return (way,)
+    amounts = {way: one.amounts(EVERY) for way, one in found.items()}
+    best = [way for way in found if not any(_less(amounts[other], amounts[way]) for other in found)]
+    distinct: dict[object, tuple[int, ...]] = {}
+    for way in best:
+        distinct.setdefault(amounts[way], way)
+    return tuple(sorted(distinct.values(), key=lambda way: max(found[way].ring.loads))[:WAYS])
+
+
+def _offsets(own: Primes, cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Ways through the devices that some primes reach from device 0."""
+    sides = []
+    for level in range(len(cluster.levels)):
+        steps = [[p.stride * i for i in range(p.size)] for p in own if p.level == level]
+        sides.append(sorted(sum(digits) for digits in product(*steps)))
+    shape = [len(side) for side in sides]
+    rows = [row_by_row(shape, order) for order in permutations(range(len(shape)))]
+    for way in dict.fromkeys((*rows, *ways(shape))):
+        yield tuple(sum(side[at] for side, at in zip(sides, place, strict=True)) for place in way)
+
+
+def _less(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether nothing of `one` is more, and something is less."""
+    pairs = list(zip(one, other, strict=True))
+    return all(x <= y for x, y in pairs) and any(x < y for x, y in pairs)
+
+
+def _with_primes(mesh: Mesh, chosen: Sequence[Primes]) -> Mesh:
+    axes = (replace(axis, primes=own) for axis, own in zip(mesh.axes, chosen, strict=True))
+    return Mesh(tuple(axes))
+
+
+def _with_order(mesh: Mesh, cluster: Cluster, offsets: Sequence[Ints]) -> Mesh:
+    """`mesh` with the device of every rank, which is the sum of what its coordinates stand for."""
+    devices = np.zeros(mesh.num_ranks, dtype=np.int64)
+    for axis, own in zip(mesh.axes, offsets, strict=True):
+        devices += own[_coordinates(axis, mesh.num_ranks)]
+    return with_devices(mesh, tuple(devices.tolist()), cluster)
+
+
+def with_devices(mesh: Mesh, order: tuple[int, ...], cluster: Cluster) -> Mesh:
+    """The mesh whose rank r is on device `order[r]`: with other prime axes where some number the
+    devices so, and else with that order.
+    """
+    ranks = np.arange(mesh.num_ranks)
+    places = np.array([_coordinates(axis, mesh.num_ranks) for axis in mesh.axes])
+    chosen: list[Primes] = []
+    for index in range(len(mesh.axes)):
+        alone = ranks[(np.delete(places, index, axis=0) == 0).all(axis=0)]
+        alone = alone[np.argsort(places[index, alone])]
+        chosen.append(_sequence([order[rank] for rank in alone], cluster.prime_axes()))
+    sizes = [prod(p.size for p in own) for own in chosen]
+    if sizes == [axis.size for axis in mesh.axes]:
+        found = _with_primes(mesh, chosen)
+        if _devices(mesh, found) == order:
+            return found
+    return Mesh(mesh.axes, order)
+
+
+def _sequence(devices: Sequence[int], primes: Primes) -> Primes:
+    """The primes, most significant first, that may go through `devices` in this order."""
+    found: list[PrimeAxis] = []
+    unit = 1
+    while unit < len(devices):
+        prime = next((p for p in primes if p.stride == devices[unit] and p not in found), None)
+        if prime is None:
+            return ()
+        found.append(prime)
+        unit *= prime.size
+    return tuple(reversed(found))
+
+
+def _devices(mesh: Mesh, other: Mesh) -> tuple[int, ...]:
+    """The device on which `other` has each rank of `mesh`, by its coordinates."""
+    place = {tuple(other.coordinates(d).values()): d for d in range(other.num_ranks)}
+    return tuple(place[tuple(mesh.coordinates(r).values())] for r in range(mesh.num_ranks))
+
+
+def _coordinates(axis: MeshAxis, size: int) -> Ints:
+    ranks = np.arange(size)
+    index = np.zeros_like(ranks)
+    for prime in axis.primes:
+        index = index * prime.size + ranks // prime.stride % prime.size
+    return index

@@ -1,0 +1,191 @@
+"""Plans that lie in an order of devices: made, priced, saved, exported, and proved as they are."""
+
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from parloom import api, cli
+from parloom.candidates import Candidates, of_search
+from parloom.choose import ORDERED, PLACED, best_of
+from parloom.cost.clusters import load_cluster, presets, resolve_cluster
+from parloom.cost.hardware import DataSheets
+from parloom.errors import InputError
+from parloom.execute.files import read_plan
+from parloom.execute.startup import Place, mismatch
+from parloom.ir.plan import Plan
+from parloom.ir.plan_json import plan_hash
+from parloom.ir.text import parse_graph
+from parloom.search.contexts import SimulatedPlan
+from parloom.search.placing import Placed, place
+from parloom.search.request import Request
+from parloom.search.searched import Searched
+
+SLICE = "TPU-v5e:2x4"
+
+
+def planned(cluster: str, method: str = "data_parallel") -> Plan:
+    """A wide model and a small batch: what a step takes is the reduction of gradients."""
+    devices = load_cluster(cluster).num_devices
+    return api.plan("zoo:mlp", 16, cluster=cluster, method=method, devices=devices, optimizer="sgd")
+
+
+def request_of(plan: Plan) -> Request:
+    machine = DataSheets(load_cluster(plan.cluster))
+    return Request(parse_graph(plan.graph), machine, plan.optimizer, 2**40)
+
+
+def laid(plan: Plan) -> tuple[SimulatedPlan, Placed]:
+    """The plan as it lies by default, and where it is fastest."""
+    request = request_of(plan)
+    before = SimulatedPlan(plan.decisions, request.predict(plan.decisions))
+    return before, place(request, before)
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    plan = planned(SLICE)
+    before, found = laid(plan)
+    assert found.plan.step_ps < 0.95 * before.step_ps
+    assert found.least_ps <= found.plan.step_ps * (1 + 1e-4)
+    assert found.plan.decisions.nodes == before.decisions.nodes
+    folder = tmp_path_factory.mktemp("placed")
+    moved = replace(plan, decisions=found.plan.decisions, prediction=found.plan.prediction)
+    return moved, api.save(moved, folder)["plan"]
+
+
+def test_a_reduction_over_a_slice_goes_around_it(placed: tuple[Plan, Path]) -> None:
+    """Each device is beside the next: with strides alone, the best ring uses links twice."""
+    order = placed[0].decisions.mesh.order
+    where = [(device % 2, device // 2) for device in order]
+    steps = [*pairwise(where), (where[-1], where[0])]
+    assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in steps)
+
+
+def test_what_no_placement_makes_faster_than_the_best_is_left(placed: tuple[Plan, Path]) -> None:
+    """The first phase: below the step with each collective where it is fastest is nothing."""
+    plan, _ = placed
+    request = request_of(plan)
+    own = SimulatedPlan(plan.decisions, request.predict(plan.decisions))
+    found = place(request, own)
+    left = place(request, own, found.least_ps)
+    assert (left.plan, left.num_simulated) == (own, 0)
+    assert found.plan.step_ps <= own.step_ps
+
+
+def test_an_order_is_read_back_and_proved(placed: tuple[Plan, Path]) -> None:
+    plan, path = placed
+    assert read_plan(path).decisions == plan.decisions
+    assert plan_hash(read_plan(path)) == plan_hash(plan)
+    text = path.read_text()
+    again = text.replace('"order": [', '"order": [0, ', 1)
+    path.with_name("wrong.json").write_text(again)
+    with pytest.raises(InputError, match="each number from 0 to 7 once"):
+        read_plan(path.with_name("wrong.json"))
+    assert cli.main(["verify", str(path), "--shrink"]) == 0
+
+
+def test_where_ranks_are_is_exported(
+    placed: tuple[Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, path = placed
+    order = plan.decisions.mesh.order
+    for to in ("ranks", "rankfile", "jax"):
+        assert cli.main(["export", str(path), "--to", to, "--out", str(tmp_path)]) == 0
+    heads, *rows = [line.split("\t") for line in (tmp_path / "ranks.tsv").read_text().splitlines()]
+    assert heads[:3] == ["rank", "node", "device"]
+    assert [int(row[2]) for row in rows] == list(order)
+    lines = (tmp_path / "rankfile").read_text().splitlines()
+    assert lines == [f"rank {rank}=+n0 slot={device}" for rank, device in enumerate(order)]
+    jax, sharding = ModuleType("jax"), ModuleType("jax.sharding")
+    sharding.Mesh = lambda devices, axes: (devices, axes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    monkeypatch.setitem(sys.modules, "jax.sharding", sharding)
+    there: dict[str, object] = {}
+    exec(compile((tmp_path / "jax_mesh.py").read_text(), "jax_mesh.py", "exec"), there)
+    # Chips as a runtime may list them: any order, the long side first.
+    chips = [SimpleNamespace(coords=(x, y, 0)) for y in range(2) for x in range(4)]
+    devices, axes = there["make_mesh"](chips[::-1])  # type: ignore[operator]
+    assert axes == plan.decisions.mesh.names
+    found = [chip.coords[1] + 2 * chip.coords[0] for chip in np.ravel(devices)]
+    assert found == list(order)
+    with pytest.raises(ValueError, match="for 8 devices"):
+        there["make_mesh"](chips[:4])  # type: ignore[operator]
+
+
+def test_torchrun_starts_no_other_order(
+    placed: tuple[Plan, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["export", str(placed[1]), "--to", "torchrun"]) == 2
+    assert "--to rankfile, or --to jax" in capsys.readouterr().err
+
+
+def test_ranks_are_looked_for_on_their_nodes() -> None:
+    """On two hosts of a slice: in the plan's order they are where it takes them to be."""
+    plan = planned("TPU-v5e:4x4")
+    order = tuple(reversed(range(16)))
+    (stage,) = plan.decisions.stages
+    stages = (replace(stage, mesh=replace(stage.mesh, order=order)),)
+    plan = replace(plan, decisions=replace(plan.decisions, stages=stages))
+    own = plan_hash(plan)
+    right = [Place(rank, own, "1", "h", order[rank] // 8, 8) for rank in range(16)]
+    assert mismatch(plan, right) == ""
+    mixed = [Place(rank, own, "1", "h", rank % 2, 8) for rank in range(16)]
+    assert "ranks 8-15 to be on one node of 8" in mismatch(plan, mixed)
+
+
+def test_auto_proposes_it_and_its_bound_is_of_other_meshes(placed: tuple[Plan, Path]) -> None:
+    plan, _ = placed
+    request = request_of(plan)
+    (stage,) = plan.decisions.stages
+    plain = replace(stage, mesh=replace(stage.mesh, order=()))
+    default = replace(plan.decisions, stages=(plain,))
+    searched = Searched((SimulatedPlan(default, request.predict(default)),), 1e6, 1e6)
+    first, second = of_search(request, searched)
+    assert (first.decisions, second.decisions) == (default, plan.decisions)
+    assert second.name == f"{first.name}, placed"
+    choice = best_of(request, Candidates((first, second), (), 1e-6, None), print)
+    assert choice.best is second
+    assert choice.bound_s is None
+    assert any(PLACED in note for note in choice.notes)
+    assert ORDERED in choice.notes
+    assert best_of(request, Candidates((first,), (), 1e-6, None), print).bound_s == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("TPU-v5e:4x16", r"a pod of TPU-v5e has no such slice; there are 1x1, 2x2, 2x4"),
+        ("TPU-v5e:32x16", "has no such slice"),
+        ("TPU-v5e:4", "whose 2 sides"),
+        ("TPU-v4:4x4x6", "has no such slice; there are 1x2x2"),
+        ("H100:2x4", "is in no torus"),
+        ("TPU-v5x:2x4", "did you mean"),
+    ],
+)
+def test_a_slice_that_a_pod_does_not_have(spec: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve_cluster(spec)
+
+
+def test_slices_wrap_around_where_pods_do() -> None:
+    def fabrics(spec: str) -> list[tuple[int, str]]:
+        return [(level.size, level.fabric) for level in load_cluster(spec).levels]
+
+    assert fabrics("TPU-v5e:8x8") == [(8, "line"), (8, "line")]
+    assert fabrics("TPU-v5e:16x8") == [(8, "line"), (16, "ring")]
+    assert fabrics("TPU-v4:2x4x4") == [(2, "line"), (4, "line"), (4, "line")]
+    assert fabrics("TPU-v5p:4x4x8") == [(4, "ring"), (4, "ring"), (8, "ring")]
+    assert fabrics("TPU-v4:2x2x1") == [(2, "line"), (2, "line")]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_is_a_cluster(name: str) -> None:
+    loaded = resolve_cluster(name)
+    assert loaded.cluster.name == name
+    assert loaded.cluster.num_devices == 64
+    assert load_cluster(loaded.spec) == loaded.cluster
