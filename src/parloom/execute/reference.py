@@ -17,6 +17,7 @@ from parloom.capture.operators import packet
 from parloom.errors import InputError
 from parloom.execute.experts import experts
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
+from parloom.ir.ops.cache import WRITE_CACHE
 from parloom.runtime.memory import separate
 
 
@@ -291,6 +292,13 @@ def segments(data: Tensor, reduction: str, **options: Any) -> Tensor:
     return result
 
 
+def written(cache: Tensor, dim: int, position: Tensor | None, new: Tensor) -> Tensor:
+    """A copy of a cache with new rows from a position on."""
+    copied = cache.clone()
+    copied.narrow(dim, 0 if position is None else int(position), new.shape[dim]).copy_(new)
+    return copied
+
+
 # Operators that capture writes and ATen does not have, or does not check.
 OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
@@ -299,6 +307,7 @@ OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "parloom.put_each": put_each,
         "parloom.embedding_bag": padded_bags,
         "parloom.ragged_bag": bags,
+        WRITE_CACHE: written,
         "segment_reduce": segments,
     }
 )

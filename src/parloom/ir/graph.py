@@ -127,12 +127,15 @@ class Function:
         return found
 
 
+CACHE = "cache"  # a kind of input of main
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input of main.
 
-    `kind` is parameter, buffer, batch, constant, or in the graph of a pipeline stage arriving (from
-    an earlier one); `target` the user's name of it (state-dict name or batch key); `aliases` other
+    `kind` is parameter, buffer, batch, cache (what earlier passes left and this one writes to),
+    constant, or in the graph of a pipeline stage arriving (from an earlier one); `target` the user's name of it (state-dict name or batch key); `aliases` other
     names of a tied parameter; `data` the nested values of a constant. In the program of one
     microbatch (`ir.microbatches.of_microbatch`) `samples` is the dim of samples of a batch tensor
     that holds those of that microbatch.
@@ -180,7 +183,7 @@ class Graph:
     """A captured program.
 
     `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
-    `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
+    `updates` are (buffer or cache, value) pairs written back after the step; `training` is the mode
     that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
     and modules with parts of them that are no block calls. `leaving` are values that later pipeline
     stages read, `boundary` what a stage knows of the others.

@@ -19,6 +19,7 @@ from parloom.errors import CutError, LayoutError
 from parloom.ir.adjacent import Adjacent, adjacent_parameters
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
+    CACHE,
     Boundary,
     Call,
     FlatNode,
@@ -50,6 +51,7 @@ from parloom.ir.samples import sample_dims
 from parloom.ir.stages import ARRIVING
 
 Homes = Mapping[str, Layout]
+KEPT = ("buffer", CACHE)  # what a pass leaves to the next
 
 
 def lower(
@@ -61,8 +63,8 @@ def lower(
 ) -> PCG:
     """Derive every layout and movement of `graph` under `decisions`.
 
-    `homes` fixes the compute layouts of parameters by name (an evaluation program uses the training
-    program's, and lays none beside another). Raises `LayoutError` for an illegal decision, naming
+    `homes` fixes the compute layouts of parameters, and those of caches, by name (an evaluation
+    program uses the training program's, and lays none beside another). Raises `LayoutError` for an illegal decision, naming
     the operator by module path.
     """
     return _Lowering(graph, decisions, factored or factorize(graph), homes).run()
@@ -95,7 +97,8 @@ class _Lowering:
         self.samples = sample_dims(self.factored) if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
-        self.parameters = _parameters(self, homes or {})
+        self.homes = homes or {}
+        self.parameters = _parameters(self, self.homes)
         self.beside = Adjacent()
         if homes is None:
             self.beside = adjacent_parameters(graph, self.parameters, self.read_in_place)
@@ -104,6 +107,7 @@ class _Lowering:
             for i in graph.inputs
             if i.kind != "parameter"
         }
+        self.kept = {i.target: self.layouts[i.value.name] for i in graph.inputs if i.kind in KEPT}
         shards = {name: layout.shard(TIME) for name, layout in self.layouts.items()}
         given = {name: shard for name, shard in shards.items() if shard is not None}
         self.cuts = expanded(self.factored, given, self.steps, self.divides) if given else {}
@@ -133,7 +137,9 @@ class _Lowering:
             if self.steps > 1 and TIME not in found.layout.partial_axes:
                 raise LayoutError(f"the loss {self.graph.loss!r} is no sum over samples; {WAY_ON}")
             loss = body.move(found, Layout((), kept), ())
-        updates = tuple((n, body.move(body.values[v], Layout(), ())) for n, v in self.graph.updates)
+        updates = tuple(
+            (n, body.move(body.values[v], self.kept[n], ())) for n, v in self.graph.updates
+        )
         outputs = tuple(
             (
                 n,
@@ -201,10 +207,14 @@ class _Lowering:
         return spread(layout, value.spec.shape, self.mesh)
 
     def input_layout(self, kind: str, target: str, value: Value) -> Layout:
-        """Layout in which an input arrives: batch tensors as their first consumer wants them."""
+        """Layout in which an input arrives: batch tensors as their first consumer wants them, and
+        caches as what writes to them does.
+        """
         if kind == ARRIVING:
             return self.received(value)
-        uses = self.graph.uses.get(value.name, ()) if kind == "batch" else ()
+        if kind == CACHE and target in self.homes:
+            return self.homes[target]
+        uses = self.graph.uses.get(value.name, ()) if kind in ("batch", CACHE) else ()
         if not uses:
             return Layout()
         flat, index = uses[0]
