@@ -91,5 +91,3 @@ def cache_of_both(own: Any, crossed: Any, *, is_updated: bool) -> Any:
     both = EncoderDecoderCache(own, crossed)
     both.is_updated = dict.fromkeys(range(len(own.layers)), is_updated)
     return both
-
-

@@ -64,8 +64,8 @@ def lower(
     """Derive every layout and movement of `graph` under `decisions`.
 
     `homes` fixes the compute layouts of parameters, and those of caches, by name (an evaluation
-    program uses the training program's, and lays none beside another). Raises `LayoutError` for an illegal decision, naming
-    the operator by module path.
+    program uses the training program's, and lays none beside another). Raises `LayoutError` for an
+    illegal decision, naming the operator by module path.
     """
     return _Lowering(graph, decisions, factored or factorize(graph), homes).run()
 

@@ -92,10 +92,10 @@ def cut_plan(
     replicas = decisions.replicas
     if len(replicas) == 1:
         return cut(graph, items, empty=empty)
-    if graph.updates:
+    if graph.buffer_updates:
         raise CutError(
-            f"{graph.updates[0][0]} is computed from all samples of a step, and a replica sees some"
-            " of them; leave out the microbatches of stages"
+            f"{graph.buffer_updates[0][0]} is computed from all samples of a step, and a replica"
+            " sees some of them; leave out the microbatches of stages"
         )
     graphs: dict[int, Graph] = {}
     crossings: list[Crossing] = []

@@ -55,9 +55,7 @@ class Server:
         stages = Stages(first, parts, (), transfers, shared, comm, owned(parts, first))
         self._pipelines, self._parts = dict(programs), {part.stage: part for part in parts}
         self._evaluators = {name: Evaluator(own, stages) for name, own in programs.items()}
-        self._caches = {
-            part.stage: Caches(part.program, part.comm, self.device) for part in parts
-        }
+        self._caches = {part.stage: Caches(part.program, part.comm, self.device) for part in parts}
 
     def run(self, name: str, batch: Tensors) -> dict[str, Tensor]:
         """The full outputs of one pass of the program `name`, on every rank."""

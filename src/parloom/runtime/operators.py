@@ -249,7 +249,8 @@ def write_cache(
         return cache
     if count == 1 and position is not None:
         place, inside = local_positions(position.reshape(1), ctx, digits)
-        return cache.index_copy_(dim, place, torch.where(inside, new, cache.index_select(dim, place)))
+        there = cache.index_select(dim, place)
+        return cache.index_copy_(dim, place, torch.where(inside, new, there))
     # Row by row of the shard: which new row belongs there, if any does.
     source = indices(ctx, digits) - (0 if position is None else position)
     inside = (source >= 0) & (source < count)

@@ -207,7 +207,8 @@ def expand_attention(site: Site, sharded: frozenset[str]) -> Function:
     _, _, exps, total = exponentials(body, found, scores, (last,), finite=True)
     exps = body.cast(exps, scores, TensorSpec(scores.shape, v.dtype))
     summed = TensorSpec((*lead, v.shape[-1]), v.dtype)
-    made = body.cast(body.add("matmul", summed, exps, "value"), summed, replace(summed, dtype=width))
+    made = body.add("matmul", summed, exps, "value")
+    made = body.cast(made, summed, replace(summed, dtype=width))
     one = TensorSpec((*lead, 1), width)
     unseeing = body.add("eq", replace(one, dtype="bool"), total, 0.0)  # such a query gets zeros
     total = body.add("masked_fill", one, total, unseeing, 1.0)

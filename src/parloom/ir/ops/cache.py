@@ -41,5 +41,5 @@ def _emit(e: Emission) -> str:
 
 
 OPS: tuple[OpDef, ...] = (
-    OpDef(WRITE_CACHE, _rule, _emit, no_flops, view=True, differentiable=False),
+    OpDef(WRITE_CACHE, _rule, _emit, no_flops, view=True, writes=(-1,), differentiable=False),
 )
