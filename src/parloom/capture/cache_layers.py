@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+)
 
 from parloom.capture.write_cache import write_cache
 
@@ -72,6 +77,11 @@ class SeenLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
+
+
+def growing() -> Any:
+    """A cache that keeps all positions, as the library's own."""
+    return Cache(layer_class_to_replicate=DynamicLayer)
 
 
 def cache_of(layers: Sequence[CacheLayerMixin]) -> Any:

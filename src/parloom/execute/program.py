@@ -197,8 +197,7 @@ def _lowered_evaluation(
     for own, pcg in zip(parts.graphs, trained, strict=True):
         mine = factored if own is graph else factorize(own)
         chosen = evaluation_decisions(own, mine, pcg, factorize(pcg.graph), count)
-        homes = {p.input.target: p.layout for p in pcg.parameters}
-        pcgs.append(lower(own, chosen, factored=mine, homes=homes))
+        pcgs.append(lower(own, chosen, factored=mine, homes=pcg.homes))
     for pcg in pcgs:
         verify_pcg(pcg)
     return LoweredStages(parts, tuple(pcgs))

@@ -294,9 +294,8 @@ def segments(data: Tensor, reduction: str, **options: Any) -> Tensor:
 
 def written(cache: Tensor, dim: int, position: Tensor | None, new: Tensor) -> Tensor:
     """A copy of a cache with new rows from a position on."""
-    copied = cache.clone()
-    copied.narrow(dim, 0 if position is None else int(position), new.shape[dim]).copy_(new)
-    return copied
+    rows = torch.arange(new.shape[dim], device=cache.device)
+    return torch.index_copy(cache, dim, rows if position is None else rows + position, new)
 
 
 # Operators that capture writes and ATen does not have, or does not check.

@@ -20,6 +20,7 @@ from parloom.runtime.transfers import Transfers
 
 Tensors = Mapping[str, Tensor]
 TOKENS, POSITION, LOGITS = "input_ids", "position", "logits"  # inputs and an output of programs
+PREFILL, DECODE, FORWARD = "prefill", "decode", "forward"  # names of programs
 
 
 class Server:
@@ -82,7 +83,7 @@ class Server:
             batch = {TOKENS: given}
             if index:
                 batch[POSITION] = torch.tensor(prompts.shape[1] + index - 1)
-            found = self.run("decode" if index else "prefill", batch)[LOGITS][:, -1]
+            found = self.run(DECODE if index else PREFILL, batch)[LOGITS][:, -1]
             logits.append(found)
             given = found.argmax(-1, keepdim=True)
             made.append(given)
