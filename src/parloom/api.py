@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments, searching
+from parloom import inference as _inference
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
@@ -31,11 +32,13 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
+from parloom.execute.inference import source_of_programs
 from parloom.execute.log import StageTimes, last_observed
 from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer, optimizer_name
-from parloom.execute.program import NO_EVALUATION, lowered, training_program
+from parloom.execute.program import NO_EVALUATION, lowered
 from parloom.execute.prove import prove
+from parloom.execute.prove_inference import prove_inference
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
@@ -56,6 +59,8 @@ from parloom.tracing import write_trace as write_trace  # noqa: PLC0414 - part o
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
 Asked = dict[str, Any]  # arguments by name
+capture_inference = _inference.capture
+search_inference = _inference.find
 
 
 def _silent(text: str) -> None:
@@ -258,7 +263,7 @@ def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
     """Write `plan.json` and the generated `program.py` into `folder`; their paths."""
     folder = Path(folder)
     with uninterrupted():  # a search may have taken hours
-        source = training_program(plan).source
+        source = source_of_programs(plan)
         return {
             "plan": write_atomic(folder / "plan.json", plan_to_json(plan)),
             "source": write_atomic(folder / "program.py", source),
@@ -330,7 +335,7 @@ def save_calibration(calibration: Calibration, path: str | Path) -> Path:
 
 def generate(plan: Plan) -> str:
     """The source that every rank of the plan runs."""
-    return training_program(plan).source
+    return source_of_programs(plan)
 
 
 def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> VerifyReport:
@@ -339,6 +344,8 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     With `shrink`, a small copy of model and mesh is proved instead; the report says what shrank.
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
+    if plan.inference is not None:
+        return prove_inference(plan, small=shrink, progress=progress)
     return prove(plan, small=shrink, progress=progress)
 
 

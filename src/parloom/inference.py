@@ -7,8 +7,7 @@ from pathlib import Path
 from parloom import arguments
 from parloom.capture import fingerprint, load_abstract, load_model
 from parloom.capture.ambient import Settings, settings
-from parloom.capture.forward import asked_of, capture_forward
-from parloom.capture.generation import capture_generation, generates
+from parloom.capture.inference import capture_inference
 from parloom.capture.load import full_name
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.complete import assumed
@@ -95,32 +94,26 @@ def capture(
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
     built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
     progress(f"building {model}")
-    loaded = load_abstract(model, **built)  # type: ignore[arg-type]
-    prefill: Graph | None = None
-    if new_tokens is not None:
-        if not generates(loaded.model):
-            raise InputError(
-                f"{type(loaded.model).__name__} keeps no keys and values between calls, so that it"
-                " generates no tokens: leave --new-tokens out to plan one pass"
-            )
-        progress("capturing the programs of prompts and of tokens after them")
-        made = capture_generation(loaded.model, loaded.batch, new_tokens)
-        graph, prefill = made.decode, made.prefill
-    else:
-        progress("capturing the forward pass")
-        graph = capture_forward(loaded.model, asked_of(loaded.model, loaded.batch))
+    # Without weights where that can be: caches may be larger than this machine.
+    loaded = load_abstract(model, **built, limit=0)  # type: ignore[arg-type]
+    progress(f"capturing {'the programs of prompts and of tokens' if new_tokens else 'a pass'}")
+    graph, prefill = capture_inference(loaded, new_tokens or 0)
     for program in (graph, *([prefill] if prefill else [])):
         check_results(program)
     progress("comparing with the module itself")
-    whole = loaded if any(p.is_meta for p in loaded.model.parameters()) else load_model(
-        source.spec, **built  # type: ignore[arg-type]
-    )  # fmt: skip
-    eager = compare_inference(whole, graph, prefill, new_tokens or 0, PLAN)
+    eager = compare_inference(
+        lambda: load_model(source.spec, **built),  # type: ignore[arg-type]
+        graph,
+        prefill,
+        new_tokens or 0,
+        PLAN,
+    )
     if eager.outcome == DIFFERS:
         raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}")
     said = (str(eager),)
     equal, other = (said, ()) if eager.outcome == EQUAL else ((), said)
-    shapes = ", ".join(f"{n} {list(t.shape)}" for n, t in loaded.batch.items())
+    entries = (prefill or graph).of_kind("batch")
+    shapes = ", ".join(f"{e.target} {list(e.value.spec.shape)}" for e in entries)
     return Captured(
         source,
         fingerprint(loaded.model, loaded.batch),
@@ -232,9 +225,7 @@ def _answers(
         if isinstance(pair, str):
             refused.append(pair)
             continue
-        answer = _Answer(
-            pair.found.name, pair.found.method, pair, False, pair.answer_s(tokens)
-        )
+        answer = _Answer(pair.found.name, pair.found.method, pair, False, pair.answer_s(tokens))
         say(f"{answer.name}: {format_seconds(answer.answer_s)} an answer")
         made.append(answer)
     bounds = found.bound_s, other.bound_s if other else None

@@ -1,9 +1,11 @@
 """The operator that writes new keys and values into a cache, as torch traces it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("parloom", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("parloom", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("write_cache(Tensor cache, int dim, Tensor? position, Tensor new) -> Tensor")
 
 

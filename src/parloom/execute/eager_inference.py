@@ -5,7 +5,7 @@ grows, or in one pass. The tokens are those that it finds the likeliest itself.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from parloom.capture import Loaded, named_tensors, parameters_of
 from parloom.capture.forward import asked_of
 from parloom.capture.generation import prompts_of
-from parloom.execute.eager import is_small, Limits
+from parloom.execute.eager import Limits, is_small
 from parloom.execute.eager_compare import (
     DIFFERS,
     EQUAL,
@@ -22,7 +22,7 @@ from parloom.execute.eager_compare import (
     EagerReport,
     tolerance_of,
 )
-from parloom.execute.inference import one_pass, FLOOR, PROVED_TOKENS, replayed
+from parloom.execute.inference import FLOOR, PROVED_TOKENS, one_pass, replayed
 from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph
 
@@ -31,13 +31,18 @@ Tensors = Mapping[str, Tensor]
 
 
 def compare_inference(
-    loaded: Loaded, graph: Graph, prefill: Graph | None, new_tokens: int, limits: Limits
+    build: Callable[[], Loaded],
+    graph: Graph,
+    prefill: Graph | None,
+    new_tokens: int,
+    limits: Limits,
 ) -> EagerReport:
-    """How the captured programs compare with the module, freshly built with its weights."""
+    """How the captured programs compare with the module, which `build` makes with its weights."""
     started = time.monotonic()
     if not is_small(graph if prefill is None else prefill, limits):
         return EagerReport(NOT_COMPARED, LARGE)
     dtype, tolerance = tolerance_of(graph)
+    loaded = build()
     model = loaded.model.eval()
     state = {n: t.detach() for n, t in parameters_of(model, graph).items()}
     with torch.no_grad():

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from parloom.errors import LayoutError
-from parloom.execute.program import CompiledStages, compile_stages, lowered, title_of
+from parloom.execute.program import (
+    CompiledStages,
+    compile_stages,
+    lowered,
+    title_of,
+    training_program,
+)
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import evaluate
 from parloom.execute.relative import Difference, judged, relative_difference
@@ -57,9 +63,7 @@ def lowered_programs(plan: Plan, wide: bool = False) -> dict[str, LoweredStages]
 def prefill_decisions(plan: Plan) -> Decisions:
     """What a plan decides of its program of prompts."""
     assert plan.inference is not None, "a plan for inference"
-    return replace(
-        plan.decisions, nodes=plan.inference.prefill_nodes, activations=(), rewrites=()
-    )
+    return replace(plan.decisions, nodes=plan.inference.prefill_nodes, activations=(), rewrites=())
 
 
 def inference_programs(plan: Plan, wide: bool = False) -> dict[str, CompiledStages]:
@@ -68,6 +72,13 @@ def inference_programs(plan: Plan, wide: bool = False) -> dict[str, CompiledStag
         name: compile_stages(stages, plan.decisions, f"{title_of(plan)}\n{name.capitalize()}.")
         for name, stages in lowered_programs(plan, wide).items()
     }
+
+
+def source_of_programs(plan: Plan) -> str:
+    """The generated source of a plan, of training or of inference."""
+    if plan.inference is None:
+        return training_program(plan).source
+    return "\n\n".join(program.source for program in inference_programs(plan).values())
 
 
 def _graph(text: str, wide: bool) -> Graph:

@@ -61,7 +61,7 @@ class OperatorCosts:
                     rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
         rows[:, :, KEPT] += np.array(made, dtype=float)[:, None]
         if op_of(operator.node).writes:  # the memory is there whatever the pass does
-            (spec, *_), sizes = operator.operands, (choice.operands[0] for choice in choices)
-            there = [self.prices.held_bytes(spec, state) for state in sizes]
+            spec = operator.operands[0]
+            there = [self.prices.held_bytes(spec, choice.operands[0]) for choice in choices]
             rows[:, :, KEPT] += np.array(there, dtype=float)[:, None]
         return rows
