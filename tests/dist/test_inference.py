@@ -1,0 +1,164 @@
+"""Prompts and the tokens after them: captured, laid out in every way, generated, and proved."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from parloom import runtime as rt
+from parloom.capture.generation import capture_generation
+from parloom.comparators.baselines import megatron
+from parloom.cost.clusters import resolve_cluster
+from parloom.errors import CaptureError, InputError, LayoutError, VerifyError
+from parloom.execute.eager import PLAN
+from parloom.execute.eager_compare import DIFFERS, EQUAL
+from parloom.execute.eager_inference import compare_inference
+from parloom.execute.inference import inference_programs, verify_inference
+from parloom.ir.graph import CACHE, Ref, TensorSpec, Value
+from parloom.ir.layout import describe
+from parloom.ir.mesh import grid
+from parloom.ir.plan import ONE_DEVICE, Decisions
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.text import parse_graph, print_graph
+from parloom.ir.verify import verify_graph
+from parloom.zoo.mlp import build as build_mlp
+from tests.dist.inference_plans import CONFIGS, TOKENS, caches_cut, served
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_programs_do_what_the_module_does(name: str) -> None:
+    """Logits and caches of a loop with the library's own cache, bit for bit."""
+    found = served(name)
+    made = found.made
+    for graph in (made.prefill, made.decode):
+        assert parse_graph(print_graph(verify_graph(graph))) == graph
+        assert not any(entry.trainable for entry in graph.inputs)
+        assert len(graph.of_kind(CACHE)) == len(graph.updates) == 4
+    report = compare_inference(lambda: found.loaded, made.decode, made.prefill, TOKENS, PLAN)
+    assert (report.outcome, report.worst) == (EQUAL, 0.0), report
+    assert report.calls == 4
+
+
+def test_another_program_is_told_from_the_module() -> None:
+    """Prompts whose tokens see later ones, and caches that are written one position late."""
+    found = served("llama")
+    made, loaded = found.made, (lambda: found.loaded)
+    seeing = parse_graph(print_graph(made.prefill).replace("None, 0.0, True", "None, 0.0, False"))
+    assert compare_inference(loaded, made.decode, seeing, TOKENS, PLAN).outcome == DIFFERS
+    late = print_graph(made.decode).replace("arange(1, dtype", "arange(1, 2, dtype")
+    report = compare_inference(loaded, parse_graph(late), made.prefill, TOKENS, PLAN)
+    assert report.outcome == DIFFERS
+
+
+LAYOUTS = {
+    "batch": ({"x": 2}, {"x": 0}),
+    "heads": ({"x": 2}, {"x": 1}),
+    "sequence": ({"x": 2}, {"x": 2}),
+    "batch and heads": ({"x": 2, "y": 2}, {"x": 0, "y": 1}),
+    "batch and sequence": ({"x": 2, "y": 2}, {"x": 0, "y": 2}),
+    "sequence twice": ({"x": 2, "y": 2}, {"x": 2, "y": 2}),
+    "heads and sequence": ({"x": 2, "y": 2}, {"x": 1, "y": 2}),
+}
+
+
+@pytest.mark.parametrize("way", LAYOUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_caches_lie_in_any_way(name: str, way: str) -> None:
+    sizes, cut = LAYOUTS[way]
+    found, mesh = served(name), grid(sizes)
+    chosen = caches_cut(found.made.decode, mesh, **cut)
+    plan = found.plan(chosen)
+    pcg = inference_programs(plan)["decode"].only.pcg
+    for entry in pcg.graph.of_kind(CACHE):
+        layout = pcg.homes[entry.target]
+        assert {(s.axis, s.dim) for s in layout.shards} == set(cut.items()), describe(
+            layout, entry.value.spec.shape, mesh
+        )
+    assert plan_from_json(plan_to_json(plan), "plan") == plan
+    report = verify_inference(plan, found.tensors, found.loaded.batch)
+    assert report.passed, report
+    assert report.num_ranks == mesh.num_ranks
+    assert report.num_tensors == 1 + 4 + 4  # tokens, logits of each, caches
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_rule_of_thumb_serves(name: str) -> None:
+    found = served(name)
+    chosen = next(iter(megatron(found.made.decode, resolve_cluster("4xcpu").cluster)))
+    assert verify_inference(found.plan(chosen), found.tensors, found.loaded.batch).passed
+
+
+def test_one_device() -> None:
+    found = served("gpt2")
+    report = verify_inference(
+        found.plan(Decisions(ONE_DEVICE)), found.tensors, found.loaded.batch
+    )
+    assert report.passed, report
+
+
+def test_a_cache_that_is_written_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof sees one wrong row on the ranks."""
+    found = served("llama")
+    plan = found.plan(caches_cut(found.made.decode, grid({"x": 2}), x=2))
+    right = rt.write_cache
+
+    def late(cache: Tensor, dim: int, position: Tensor | None, *rest: object) -> Tensor:
+        return right(cache, dim, None if position is None else position - 1, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rt, "write_cache", late)
+    report = verify_inference(plan, found.tensors, found.loaded.batch)
+    assert not report.passed
+    assert "logits of token 2" in str(report.first_difference)
+
+
+def test_programs_that_disagree_about_caches_are_refused() -> None:
+    """Prompts may not write keys where no token reads them."""
+    found = served("llama")
+    plan = found.plan(caches_cut(found.made.decode, grid({"x": 2}), x=1))
+    assert plan.inference is not None
+    nodes = tuple(
+        replace(node, factors=(("d0", ("x",)),)) if "write_cache" in node.key else node
+        for node in plan.inference.prefill_nodes
+    )
+    wrong = replace(plan, inference=replace(plan.inference, prefill_nodes=nodes))
+    with pytest.raises(LayoutError, match="a cache is written where it lies"):
+        inference_programs(wrong)
+
+
+def test_graphs_that_read_caches_otherwise_are_refused() -> None:
+    graph = served("llama").made.decode
+    text = print_graph(graph)
+    twice = text.replace('update "cache_0_key" = model_layers_0_out\n', "")
+    read = parse_graph(twice)
+    with pytest.raises(VerifyError, match="cache 'cache_0_key' is not left as it is written"):
+        verify_graph(read)
+    cache = graph.of_kind(CACHE)[0]
+    first = graph.main.body[0]
+    spec = TensorSpec(cache.value.spec.shape, cache.value.spec.dtype)
+    reader = replace(
+        first, op="neg", args=(Ref(cache.value.name),), kwargs=(), results=(Value("again", spec),)
+    )
+    main = replace(graph.main, body=(reader, *graph.main.body))
+    with pytest.raises(VerifyError, match="is not read by one parloom.write_cache alone"):
+        verify_graph(replace(graph, main=main))
+
+
+def test_what_generates_nothing_is_refused() -> None:
+    model, batch = build_mlp(batch=4, features=8, hidden=8, depth=1, classes=4)
+    with pytest.raises(InputError, match="generates from 'input_ids' alone"):
+        capture_generation(model, batch, 4)
+    found = served("llama")
+    with pytest.raises((CaptureError, InputError)):
+        capture_generation(found.model.model.embed_tokens, {"input_ids": found.prompts}, 4)
+
+
+def test_the_server_refuses_another_batch() -> None:
+    found = served("gpt2")
+    programs = inference_programs(found.plan(Decisions(ONE_DEVICE)))
+    pipelines = {name: program.pipeline for name, program in programs.items()}
+    server = rt.Server(pipelines, found.tensors, rt.SingleComm())
+    with pytest.raises(InputError, match=r"'input_ids' of the prefill program is \[4, 6\]"):
+        server.generate(torch.zeros(4, 5, dtype=torch.int64), 2)
+    made, logits = server.generate(found.prompts, 3)
+    assert made.shape == (4, 3) and len(logits) == 3
