@@ -176,7 +176,7 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         machine,
         NO_OPTIMIZER,
         limit,
-        1,
+        1 if objective == Objective.LATENCY else None,
         captured.seed,
         budget,
         resolve(pins, captured.graph, factorize(captured.graph)),

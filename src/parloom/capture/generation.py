@@ -19,7 +19,8 @@ from parloom.capture.blame import without_wrapper
 from parloom.capture.build import capture_flat, without_covered
 from parloom.capture.check import check_weights
 from parloom.capture.hugging_face import library, quiet
-from parloom.errors import CaptureError, InputError
+from parloom.capture.program import TRACE_FAILURES
+from parloom.errors import CaptureError, InputError, one_line
 from parloom.ir.fold import fold
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, numbered, without_gradients
 from parloom.ir.naming import readable
@@ -99,7 +100,11 @@ def memory_of(model: nn.Module, prompts: Tensor, length: int) -> Memory:
     meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
     given = {TOKENS: prompts.to("meta"), "past_key_values": seen, "use_cache": True}
     with quiet(library()), torch.device("meta"), torch.no_grad():
-        functional_call(model, meta, (), given)
+        try:
+            functional_call(model, meta, (), given)
+        except TRACE_FAILURES as err:
+            what = f"cannot call {type(model).__name__} with prompts and a cache"
+            raise CaptureError(f"{what}: {one_line(err)}") from err
     caches = []
     for index, layer in enumerate(seen.layers):
         for kind, tensor in zip(("key", "value"), layer.seen or (), strict=False):

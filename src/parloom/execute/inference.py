@@ -21,12 +21,10 @@ from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.execute.verify import TOLERANCE, VerifyReport, in_double
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph, widened
-from parloom.ir.lower import lower
-from parloom.ir.lower_stages import LoweredStages
+from parloom.ir.lower_stages import LoweredStages, lower_beside
 from parloom.ir.plan import Decisions, Plan
-from parloom.ir.stages import Cut
 from parloom.ir.text import parse_graph
-from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
+from parloom.ir.verify import verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored
 from parloom.runtime import DistributedComm, Pipeline, Server
 from parloom.runtime.generation import DECODE, FORWARD, LOGITS, POSITION, PREFILL, TOKENS
@@ -49,15 +47,14 @@ def lowered_programs(plan: Plan, wide: bool = False) -> dict[str, LoweredStages]
     if not inference.new_tokens:
         return {FORWARD: first}
     graph = as_stored(_graph(inference.prefill_graph, wide), plan.decisions.rewrites)
-    decisions = prefill_decisions(plan)
-    factored = factorize(graph)
-    verify_decisions(graph, replace(decisions, parameters=()), factored)
-    (pcg,) = first.pcgs
+    decisions, factored = prefill_decisions(plan), factorize(graph)
     try:
-        made = verify_pcg(lower(graph, decisions, factored=factored, homes=pcg.homes))
+        made = lower_beside(graph, decisions, first, factored=factored)
+        for pcg in made.pcgs:
+            verify_pcg(pcg)
     except LayoutError as error:
         raise LayoutError(f"invalid plan: the program of prompts: {error}") from error
-    return {DECODE: first, PREFILL: LoweredStages(Cut((graph,), (), {}), (made,))}
+    return {DECODE: first, PREFILL: made}
 
 
 def prefill_decisions(plan: Plan) -> Decisions:
@@ -161,7 +158,7 @@ def _generate_rank(
     torch.set_num_threads(1)
     server = Server(pipelines, state, DistributedComm(pipelines[DECODE].mesh))
     made, logits = server.generate(prompts, new_tokens)
-    return [made, *logits], server.caches()
+    return [*logits, made], server.caches()
 
 
 def _forward_rank(pipelines: Mapping[str, Pipeline], state: Tensors, batch: Tensors) -> Served:
@@ -197,8 +194,8 @@ def verify_inference(
         say("the same on one device, to compare with")
         prefill = _graph(plan.inference.prefill_graph, wide=True)
         made, logits, caches = generated(prefill, graph, state, prompts, count)
-        names = ["tokens", *(f"logits of token {n}" for n in range(1, count + 1))]
-        expected = [*zip(names, [made, *logits], strict=True), *_after(caches, count)]
+        names = [*(f"logits of token {n}" for n in range(1, count + 1)), "tokens"]
+        expected = [*zip(names, [*logits, made], strict=True), *_after(caches, count)]
     else:
         names = []
         say(f"one pass on {ranks} ranks")

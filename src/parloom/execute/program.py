@@ -108,13 +108,13 @@ def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> C
     lists = action_lists(decisions, ranks)
     by_id = {id(own): own for own in lists}  # ranks of one group share a list
     texts = {key: tuple(map(str, own)) for key, own in by_id.items()}
-    loss = next(pcg.loss for pcg in stages.pcgs if pcg.loss is not None)
+    losses = (pcg.loss.spec.dtype for pcg in stages.pcgs if pcg.loss is not None)
     pipeline = Pipeline(
         programs,
         ranks,
         tuple(texts[id(own)] for own in lists),
         stages.cut.shared,
-        loss.spec.dtype,
+        next(losses, "float32"),
         _replica_numbers(decisions),
     )
     return CompiledStages(stages, compiled, pipeline)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from parloom.errors import LayoutError, VerifyError
-from parloom.ir.factors import Factored, factorize
+from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, DTYPE_BYTES, Graph
 from parloom.ir.layout import local_shape
-from parloom.ir.lower import lower
-from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Prediction
+from parloom.ir.lower_stages import LoweredStages, lower_beside, lower_stages, stages_beside
+from parloom.ir.pcg import TIME
+from parloom.ir.plan import Decisions, NodeDecision, Prediction
 from parloom.rewrite.rewrites import as_stored, rewritten
 from parloom.search.evaluation import evaluation_decisions
 from parloom.search.request import Request, ScoredPlan
@@ -41,53 +41,77 @@ def pair_of(found: ScoredPlan, decode: Request, prefill: Request) -> Pair:
 
     Raises `LayoutError` where prompts have no program for it.
     """
-    pcg, factored = _lowered(decode.graph, found.decisions)
+    first = _lowered(decode.graph, found.decisions)
     graph = as_stored(prefill.graph, found.decisions.rewrites)
-    other = _other(graph, pcg, factored)
-    return Pair(found, *_expected(prefill, graph, other, pcg), cache_bytes_of(pcg))
+    other = decided_beside(graph, found.decisions, first)
+    expected = _expected(prefill, lower_beside(graph, other, first), other)
+    return Pair(found, other, expected, cache_bytes_of(first))
 
 
 def pair_from_prefill(found: ScoredPlan, decode: Request, prefill: Request) -> Pair:
     """The pair that a plan of the program of prompts makes, whose rewrites it leaves out."""
-    first = replace(found.decisions, rewrites=(), activations=())
-    pcg, factored = _lowered(prefill.graph, first)
-    own = replace(_other(decode.graph, pcg, factored), parameters=first.parameters)
-    laid = lower(decode.graph, own)
-    if laid.homes != pcg.homes:
-        raise LayoutError("weights or caches of prompts lie where no token is decoded")
-    expected = decode.placed(own)
-    prediction = prefill.placed(first)
-    scored = replace(found, decisions=own, prediction=expected)
-    return Pair(scored, replace(first, parameters=()), prediction, cache_bytes_of(laid))
+    if len(found.decisions.stages) > 1:
+        raise LayoutError("of pipelines, those of the program of tokens are looked at")
+    prompts = replace(found.decisions, rewrites=(), activations=())
+    own = decided_beside(decode.graph, prompts, _lowered(prefill.graph, prompts))
+    first = _lowered(decode.graph, own)
+    made = lower_beside(prefill.graph, prompts, first)
+    scored = replace(found, decisions=own, prediction=decode.placed(own))
+    return Pair(scored, prompts, _expected(prefill, made, prompts), cache_bytes_of(first))
 
 
-def _lowered(graph: Graph, decisions: Decisions) -> tuple[PCG, Factored]:
-    if len(decisions.stages) > 1:
-        raise LayoutError("answers come of one stage")
-    factored = factorize(rewritten(graph, decisions.rewrites))
-    return lower(factored.graph, decisions, factored=factored), factored
+def decided_beside(graph: Graph, decisions: Decisions, first: LoweredStages) -> Decisions:
+    """Decisions about another program of a plan that are like those about the one that `first`
+    is: what several stages compute is split where all of them split it alike.
+    """
+    plain, factored = replace(decisions, activations=(), rewrites=()), factorize(graph)
+    if len(decisions.stages) == 1:
+        count, pcg = decisions.num_microbatches, first.only
+        found = evaluation_decisions(graph, factored, pcg, factorize(pcg.graph), count)
+        return replace(plain, nodes=found.nodes)
+    parts, chosen = stages_beside(graph, replace(plain, nodes=()), first, factored)
+    nodes: dict[str, NodeDecision] = {}
+    several: set[str] = set()
+    for own, decided, pcg in zip(parts.graphs, chosen, first.pcgs, strict=True):
+        count = decided.num_microbatches
+        made = evaluation_decisions(own, factorize(own), pcg, factorize(pcg.graph), count)
+        split = {node.key: node for node in made.nodes}
+        for flat in own.flat():
+            node = split.get(flat.key, NodeDecision(flat.key))
+            if nodes.setdefault(flat.key, node) != node:
+                several.add(flat.key)
+    kept = (node for key, node in nodes.items() if node.factors and key not in several)
+    return replace(plain, nodes=tuple(kept))
 
 
-def _other(graph: Graph, pcg: PCG, factored: Factored) -> Decisions:
-    chosen = evaluation_decisions(graph, factorize(graph), pcg, factored, 1)
-    return replace(chosen, activations=(), rewrites=())
+def _lowered(graph: Graph, decisions: Decisions) -> LoweredStages:
+    return lower_stages(rewritten(graph, decisions.rewrites), decisions)
 
 
-def _expected(
-    request: Request, graph: Graph, decisions: Decisions, pcg: PCG
-) -> tuple[Decisions, Prediction]:
-    lowered = lower(graph, decisions, homes=pcg.homes)
+def _expected(request: Request, made: LoweredStages, decisions: Decisions) -> Prediction:
     machine = request.machine.used_by(decisions)
-    return decisions, machine.predict(lowered, decisions, request.optimizer)
+    if len(made.pcgs) == 1:
+        return machine.predict(made.only, decisions, request.optimizer)
+    return machine.predict_stages(made, decisions, request.optimizer)
 
 
-def cache_bytes_of(pcg: PCG) -> int:
-    """Bytes of all caches on one device."""
-    inputs = zip(pcg.graph.inputs, pcg.main.inputs, strict=True)
-    caches = [value for entry, value in inputs if entry.kind == CACHE]
-    shapes = (local_shape(value.layout, value.spec.shape, pcg.mesh) for value in caches)
-    widths = (DTYPE_BYTES[value.spec.dtype] for value in caches)
-    return sum(prod(shape) * width for shape, width in zip(shapes, widths, strict=True))
+def cache_bytes_of(made: LoweredStages) -> int:
+    """Bytes of all caches on the device that has most."""
+    held: dict[int, int] = {}
+    stages = made.pcgs
+    for pcg in stages:
+        inputs = zip(pcg.graph.inputs, pcg.main.inputs, strict=True)
+        caches = [value for entry, value in inputs if entry.kind == CACHE]
+        size = sum(
+            prod(local_shape(value.layout, value.spec.shape, pcg.mesh))
+            * DTYPE_BYTES[value.spec.dtype]
+            * (pcg.num_microbatches if value.layout.shard(TIME) else 1)
+            for value in caches
+        )
+        (stage,) = pcg.decisions.stages
+        for rank in (rank for some in stage.devices for rank in some):
+            held[rank] = held.get(rank, 0) + size
+    return max(held.values(), default=0)
 
 
 def pairs(

@@ -15,7 +15,7 @@ from parloom.ir.factors import Factored, follow
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule
-from parloom.ir.pcg import PCG
+from parloom.ir.pcg import PCG, TIME
 from parloom.ir.plan import Decisions
 from parloom.search.spread import Assignment, Unfolded, decisions, spread, unfold
 
@@ -77,13 +77,28 @@ def _as_laid_out(program: Unfolded, index: int, assignment: Assignment, rule: Ru
     return follow(tensors, (*operands, *results), mesh)
 
 
+def _of_all_samples(layout: Layout, count: int) -> Layout:
+    """The layout that a whole batch has where each of so many microbatches has this one."""
+    time = layout.shard(TIME)
+    if time is None:
+        return layout
+    shards = (s for s in layout.shards if s.axis != TIME)
+    return Layout(
+        tuple(replace(s, stride=s.stride * count) if s.dim == time.dim else s for s in shards)
+    )
+
+
 def _seeds(
     graph: Graph, training: PCG, before: Unfolded, assigned: list[Assignment]
 ) -> dict[str, Layout]:
     """Layouts of inputs: parameters at home, batch tensors as training reads them first."""
     found = {("parameter", p.input.target): p.layout for p in training.parameters}
     inputs = zip(training.graph.inputs, training.main.inputs, strict=True)
-    found |= {(CACHE, e.target): value.layout for e, value in inputs if e.kind == CACHE}
+    found |= {
+        (CACHE, e.target): _of_all_samples(value.layout, training.num_microbatches)
+        for e, value in inputs
+        if e.kind == CACHE
+    }
     for entry in training.graph.of_kind("batch"):
         for index in before.readers.get(entry.value.name, ())[:1]:
             operand = before.nodes[index].operands.index(entry.value.name)
