@@ -23,7 +23,7 @@ from parloom.cost.clusters import LoadedCluster, resolve_cluster
 from parloom.cost.measured import Source
 from parloom.cost.money import check_priced, parse_prices
 from parloom.cost.timeline import Timeline
-from parloom.errors import CaptureError, ParloomError, one_line
+from parloom.errors import CaptureError, InputError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
 from parloom.execute.consistent import check_results
@@ -61,6 +61,7 @@ Batch = Mapping[str, Tensor]
 Asked = dict[str, Any]  # arguments by name
 capture_inference = _inference.capture
 search_inference = _inference.find
+SERVE = ("-m", "parloom.execute.serve")
 
 
 def _silent(text: str) -> None:
@@ -360,12 +361,19 @@ def run(
 ) -> int:
     """Start a training script on every rank of the plan; the exit code. The run ends where a rank
     waits for another one longer than `timeout_s`, by default ten minutes. Its third step is at
-    `trace`, as it ran and as it is simulated, for Perfetto.
+    `trace`, as it ran and as it is simulated, for Perfetto. A plan for inference is given a file of
+    requests in the place of a script (`execute.serve`).
     """
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
     chosen = load(file)
     usual: Asked = {"say": progress, "verbose": verbose, "timeout_s": timeout_s}
+    if chosen.inference is not None:
+        if trace is not None:
+            raise InputError("--trace is of training steps, and this plan is for inference")
+        if not script:
+            raise InputError("no requests: write `parloom run PLAN -- requests.jsonl [answers]`")
+        return launch.run(chosen, [*SERVE, *script], plan_path=file, **usual)
     with traced(chosen, trace, progress) as observed:
         return launch.run(chosen, script, plan_path=file, observed=observed, **usual)
 

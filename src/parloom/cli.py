@@ -226,7 +226,8 @@ def verify(
     _quiet(verbose)
     from parloom import api
 
-    report = api.verify(api.load(path), shrink=shrink, progress=_say)
+    chosen = api.load(path)
+    report = api.verify(chosen, shrink=shrink, progress=_say)
     if as_json:
         show_json(asdict(report))
     else:
@@ -234,7 +235,8 @@ def verify(
     if not report.passed:
         raise typer.Exit(EqualityError.exit_code)
     if not as_json:
-        _print(f"next: parloom run {path} -- train.py")
+        given = "train.py" if chosen.inference is None else "requests.jsonl answers.jsonl"
+        _print(f"next: parloom run {path} -- {given}")
 
 
 @app.command()

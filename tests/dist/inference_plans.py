@@ -1,6 +1,6 @@
 """Small Hugging Face models for inference, and plans for them by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from parloom.capture.load import Loaded
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.layout import Layout, Shard
-from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import (
     NO_OPTIMIZER,
@@ -22,10 +22,12 @@ from parloom.ir.plan import (
     Inference,
     ModelSource,
     Plan,
+    Stage,
     one_stage,
 )
+from parloom.ir.stages import stage_items
 from parloom.ir.text import print_graph
-from parloom.search.evaluation import evaluation_decisions
+from parloom.search.answers import decided_beside
 from parloom.search.spread import decisions, spread, unfold
 
 BATCH, PROMPT, TOKENS = 4, 6, 6  # of caches with room for 12 positions
@@ -68,9 +70,7 @@ class Served:
     def plan(self, chosen: Decisions) -> Plan:
         """The plan of these decisions about the program of tokens, prompts laid out like it."""
         graph, other = self.made.decode, self.made.prefill
-        factored = factorize(graph)
-        pcg = lower(graph, chosen, factored=factored)
-        prompts = evaluation_decisions(other, factorize(other), pcg, factored, 1)
+        prompts = decided_beside(other, chosen, lower_stages(graph, chosen))
         return Plan(
             ModelSource("test"), f"{chosen.num_ranks}xcpu", "0" * 8, NO_OPTIMIZER, "by hand",
             chosen, print_graph(graph),
@@ -87,6 +87,15 @@ def served(name: str) -> Served:
         prompts = torch.randint(40, (BATCH, PROMPT))
     made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS)
     return Served(model, prompts, made)
+
+
+def two_stages(graph: Graph, chosen: Decisions, microbatches: int) -> Decisions:
+    """The same decisions in two stages on devices of their own, a block in each."""
+    items, mesh = stage_items(graph), chosen.mesh
+    cut = next(i for i, key in enumerate(items) if key.endswith(".1"))
+    ranks = range(mesh.num_ranks), range(mesh.num_ranks, 2 * mesh.num_ranks)
+    stages = Stage(items[:cut], ranks[:1], mesh), Stage(items[cut:], ranks[1:], mesh)
+    return replace(chosen, stages=stages, num_microbatches=microbatches, schedule="1f1b")
 
 
 def caches_cut(graph: Graph, mesh: Mesh, **axes: int) -> Decisions:

@@ -1,5 +1,6 @@
 """Prompts and the tokens after them: captured, laid out in every way, generated, and proved."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,23 +8,33 @@ import torch
 from torch import Tensor
 
 from parloom import runtime as rt
+from parloom.capture import parameters_of
 from parloom.capture.generation import capture_generation
-from parloom.comparators.baselines import megatron
+from parloom.capture.inference import capture_inference
+from parloom.capture.load import Loaded
+from parloom.comparators.baselines import data_parallel, megatron
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import CaptureError, InputError, LayoutError, VerifyError
 from parloom.execute.eager import PLAN
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_inference import compare_inference
 from parloom.execute.inference import inference_programs, verify_inference
-from parloom.ir.graph import CACHE, Ref, TensorSpec, Value
+from parloom.ir.graph import CACHE, Graph, Ref, TensorSpec, Value
 from parloom.ir.layout import describe
 from parloom.ir.mesh import grid
-from parloom.ir.plan import ONE_DEVICE, Decisions
+from parloom.ir.plan import (
+    NO_OPTIMIZER,
+    ONE_DEVICE,
+    Decisions,
+    Inference,
+    ModelSource,
+    Plan,
+)
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_graph
 from parloom.zoo.mlp import build as build_mlp
-from tests.dist.inference_plans import CONFIGS, TOKENS, caches_cut, served
+from tests.dist.inference_plans import CONFIGS, TOKENS, caches_cut, served, two_stages
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -87,6 +98,68 @@ def test_a_rule_of_thumb_serves() -> None:
     found = served("gpt2")
     chosen = next(iter(megatron(found.made.decode, resolve_cluster("4xcpu").cluster)))
     assert verify_inference(found.plan(chosen), found.tensors, found.loaded.batch).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "cut", "microbatches"),
+    [
+        ("llama", {}, {}, 1),
+        ("gpt2", {"x": 2}, {"x": 2}, 2),
+        ("llama", {"x": 2}, {"x": 1}, 2),
+        ("llama", {"x": 2}, {"x": 0}, 2),
+    ],
+)
+def test_stages_have_caches_of_their_own(
+    name: str, sizes: dict[str, int], cut: dict[str, int], microbatches: int
+) -> None:
+    """Each microbatch of prompts finds its own, however a stage cuts them further."""
+    found = served(name)
+    graph = found.made.decode
+    chosen = two_stages(graph, caches_cut(graph, grid(sizes), **cut), microbatches)
+    plan = found.plan(chosen)
+    programs = inference_programs(plan)
+    assert [len(stage.program.caches) for stage in programs["prefill"].stages] == [2, 2]
+    report = verify_inference(plan, found.tensors, found.loaded.batch)
+    assert report.passed, report
+    assert report.num_ranks == 2 * max(1, len(sizes) * 2)
+
+
+@pytest.mark.parametrize("way", ["data", "tensor", "stages"])
+def test_one_pass_of_an_image_model(way: str) -> None:
+    """Without tokens there is one program, and labels are no part of it."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = ViTConfig(**sizes, num_attention_heads=4, image_size=8, patch_size=4, num_labels=4)
+    model = ViTForImageClassification(config).double()
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8).double(), "labels": torch.zeros(4).long()}
+    graph, other = capture_inference(Loaded(model, batch), 0)
+    assert other is None and [e.target for e in graph.of_kind("batch")] == ["pixel_values"]
+    loaded = Loaded(model, batch)
+    assert compare_inference(lambda: loaded, graph, None, 0, PLAN).outcome == EQUAL
+    method = {"data": data_parallel, "tensor": megatron}.get(way, data_parallel)
+    cluster = resolve_cluster("1xcpu" if way == "stages" else "2xcpu").cluster
+    chosen = next(iter(method(graph, cluster)))
+    if way == "stages":
+        chosen = two_stages(graph, Decisions(ONE_DEVICE), 2)
+    plan = Plan(
+        ModelSource("test"), f"{chosen.num_ranks}xcpu", "0" * 8, NO_OPTIMIZER, way, chosen,
+        print_graph(graph), inference=Inference(),
+    )  # fmt: skip
+    tensors = {n: t.detach() for n, t in parameters_of(model, graph).items()}
+    report = verify_inference(plan, tensors, batch)
+    assert report.passed and report.num_ranks == 2, report
+    report = compare_inference(lambda: loaded, _without_scale(graph), None, 0, PLAN)
+    assert report.outcome == DIFFERS
+
+
+def _without_scale(graph: Graph) -> Graph:
+    """The graph with attention at another scale."""
+    text = print_graph(graph)
+    changed = re.sub(r"scale=[0-9.]+", "scale=1.0", text)
+    assert changed != text
+    return parse_graph(changed)
 
 
 def test_one_device() -> None:
