@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+)
 
 from parloom.capture import parameters_of
 from parloom.capture.generation import Generation, capture_generation
@@ -47,7 +53,14 @@ def _gpt2() -> Any:
     )  # fmt: skip
 
 
-CONFIGS = {"llama": _llama, "gpt2": _gpt2}
+def _t5() -> Any:
+    return T5Config(
+        d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, vocab_size=40,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+
+
+CONFIGS = {"llama": _llama, "gpt2": _gpt2, "t5": _t5}
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,8 @@ def served(name: str) -> Served:
     """A model by name, with programs in double precision."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIGS[name]()).double()
+        kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
+        model = kind.from_config(CONFIGS[name]()).double()
         prompts = torch.randint(40, (BATCH, PROMPT))
     made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS)
     return Served(model, prompts, made)
@@ -92,7 +106,7 @@ def served(name: str) -> Served:
 def two_stages(graph: Graph, chosen: Decisions, microbatches: int) -> Decisions:
     """The same decisions in two stages on devices of their own, a block in each."""
     items, mesh = stage_items(graph), chosen.mesh
-    cut = next(i for i, key in enumerate(items) if key.endswith(".1"))
+    cut = next(i for i, key in enumerate(items) if key.endswith(".1") or "block.1." in key)
     ranks = range(mesh.num_ranks), range(mesh.num_ranks, 2 * mesh.num_ranks)
     stages = Stage(items[:cut], ranks[:1], mesh), Stage(items[cut:], ranks[1:], mesh)
     return replace(chosen, stages=stages, num_microbatches=microbatches, schedule="1f1b")

@@ -94,10 +94,10 @@ def seen_layers() -> Any:
     return Cache(layer_class_to_replicate=SeenLayer)
 
 
-def cache_of_both(own: Any, crossed: Any, *, is_updated: bool) -> Any:
-    """The caches of a decoder's own attention and of that to an encoder, which is there already
-    where it `is_updated`.
+def cache_of_both(own: Any, crossed: Any, *, is_there: bool) -> Any:
+    """The caches of a decoder's own attention and of that to an encoder, which a pass before has
+    left where it `is_there`.
     """
     both = EncoderDecoderCache(own, crossed)
-    both.is_updated = dict.fromkeys(range(len(own.layers)), is_updated)
+    both.is_updated = dict.fromkeys(range(len(own.layers)), is_there)
     return both

@@ -2,7 +2,8 @@
 
 Both are the model's own forward with memory for keys and values, which are inputs of the program of
 the kind `cache` and leave it written to. The first token after the prompt comes of the prompt's
-program, and every other of a pass of the decoding one.
+program, and every other of a pass of the decoding one. Where an encoder reads the prompt, the
+decoder begins with its start token in that first pass, and the encoder's keys are kept, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,8 @@ from parloom.ir.fold import fold
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, numbered, without_gradients
 from parloom.ir.naming import readable
 
-TOKENS, POSITION, LOGITS = "input_ids", "position", "logits"
+TOKENS, GENERATED, LOGITS = "input_ids", "generated", "logits"
+CROSS = "cross"  # caches of what an encoder made
 IGNORED = ("labels", "attention_mask")  # of a batch for training: prompts are as long as it is
 
 
@@ -66,16 +68,16 @@ def capture_generation(
     """
     prompts = prompts_of(model, batch)
     check_weights(model)
-    memory = memory_of(model, prompts, prompts.shape[1] + new_tokens)
+    memory = memory_of(model, prompts, new_tokens)
     device = next(model.parameters()).device
     caches = memory.tensors(device)
     first = {TOKENS: prompts, **caches}
-    later = {
-        TOKENS: prompts[:, :1],
-        POSITION: torch.full((), prompts.shape[1], dtype=torch.int64, device=prompts.device),
-        **caches,
-    }
-    return Generation(*(_captured(model, given, frozenset(caches)) for given in (first, later)))
+    count = torch.ones((), dtype=torch.int64, device=prompts.device)
+    later = {TOKENS: prompts[:, :1], GENERATED: count, **caches}
+    length = prompts.shape[1]
+    return Generation(
+        *(_captured(model, given, length, frozenset(caches)) for given in (first, later))
+    )
 
 
 def prompts_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -89,16 +91,33 @@ def prompts_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return batch[TOKENS]
 
 
-def memory_of(model: nn.Module, prompts: Tensor, length: int) -> Memory:
-    """What a model keeps of these prompts, with room for `length` positions.
+def has_encoder(model: nn.Module) -> bool:
+    """Whether an encoder reads the prompts."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def starts_of(model: nn.Module, prompts: Tensor) -> Tensor:
+    """What a decoder behind an encoder begins with."""
+    token = model.config.decoder_start_token_id
+    return torch.full_like(prompts[:, :1], int(token))
+
+
+def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:
+    """What a model keeps of these prompts and so many tokens after each.
 
     The model is called on the meta device, where nothing is computed.
     """
     layers = import_module("parloom.capture.cache_layers")
-    seen = layers.seen_layers()
+    own, crossed = layers.seen_layers(), layers.seen_layers()
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-    given = {TOKENS: prompts.to("meta"), "past_key_values": seen, "use_cache": True}
+    given: dict[str, Any] = {TOKENS: prompts.to("meta"), "use_cache": True}
+    length, kinds = prompts.shape[1] + new_tokens, {CACHE: own}
+    if has_encoder(model):
+        length, kinds = new_tokens, {CACHE: own, CROSS: crossed}
+        given |= {"decoder_input_ids": starts_of(model, given[TOKENS])}
+    both = layers.cache_of_both(own, crossed, is_there=False)
+    given["past_key_values"] = both if has_encoder(model) else own
     with quiet(library()), torch.device("meta"), torch.no_grad():
         try:
             functional_call(model, meta, (), given)
@@ -106,46 +125,76 @@ def memory_of(model: nn.Module, prompts: Tensor, length: int) -> Memory:
             what = f"cannot call {type(model).__name__} with prompts and a cache"
             raise CaptureError(f"{what}: {one_line(err)}") from err
     caches = []
-    for index, layer in enumerate(seen.layers):
-        for kind, tensor in zip(("key", "value"), layer.seen or (), strict=False):
-            batch, heads, _, width = tensor.shape
-            shape = (batch, heads, length, width)
-            caches.append((f"{CACHE}_{index}_{kind}", shape, tensor.dtype))
-    if not caches or len(caches) != 2 * len(seen.layers):
+    for kind, found in kinds.items():
+        for index, layer in enumerate(found.layers):
+            for part, tensor in zip(("key", "value"), layer.seen or (), strict=False):
+                batch, heads, there, width = tensor.shape
+                shape = (batch, heads, there if kind == CROSS else length, width)
+                caches.append((f"{kind}_{index}_{part}", shape, tensor.dtype))
+    if not caches or len(caches) != 2 * sum(len(found.layers) for found in kinds.values()):
         raise CaptureError(f"{type(model).__name__} keeps no keys and values of its prompts")
     return Memory(tuple(caches))
 
 
 class _Pass(nn.Module):
-    """A call of a model with the memory that it is given; the logits of the last position."""
+    """A call of a model with the memory that it is given; the logits of the last position.
 
-    def __init__(self, model: nn.Module) -> None:
+    `generated`: how many tokens there are after the prompts, the last of which is read.
+    """
+
+    def __init__(self, model: nn.Module, length: int) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.length = model, length
         wanted = signature(model.forward).parameters
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in wanted else {}
         self.layers = import_module("parloom.capture.cache_layers")
 
     def forward(
-        self, input_ids: Tensor, position: Tensor | None = None, **caches: Tensor
+        self, input_ids: Tensor, generated: Tensor | None = None, **caches: Tensor
     ) -> dict[str, Tensor]:
-        names = list(caches)
-        pairs = zip(names[::2], names[1::2], strict=True)
-        cache = self.layers.cache_of(
-            [self.layers.GivenLayer(caches[k], caches[v], position) for k, v in pairs]
+        encodes = has_encoder(self.model)
+        before = 0 if encodes else self.length - 1
+        position = None if generated is None else generated + before
+        made = {
+            kind: self._cache({n: t for n, t in caches.items() if n.startswith(kind)}, at)
+            for kind, at in {CACHE: position, **({CROSS: None} if encodes else {})}.items()
+        }
+        given: dict[str, Any] = {TOKENS: input_ids, "past_key_values": made[CACHE]}
+        if encodes:
+            given = self._decoding(input_ids, generated is not None)
+            both = self.layers.cache_of_both(*made.values(), is_there=generated is not None)
+            given["past_key_values"] = both
+        output: Any = self.model(**given, use_cache=True, **self.options)
+        left = [
+            t for own in made.values() for layer in own.layers for t in (layer.keys, layer.values)
+        ]
+        return {LOGITS: output.logits[:, -1:], **dict(zip(caches, left, strict=True))}
+
+    def _cache(self, tensors: Mapping[str, Tensor], position: Tensor | None) -> Any:
+        pairs = zip(*[iter(tensors.values())] * 2, strict=True)
+        return self.layers.cache_of([self.layers.GivenLayer(k, v, position) for k, v in pairs])
+
+    def _decoding(self, input_ids: Tensor, later: bool) -> dict[str, Any]:
+        """The prompts and the decoder's start, or a token alone: what the encoder made of the
+        prompts is in the caches, and only its length is looked at.
+        """
+        if not later:
+            return {TOKENS: input_ids, "decoder_input_ids": starts_of(self.model, input_ids)}
+        dtype = next(self.model.parameters()).dtype
+        encoded = torch.zeros(
+            (len(input_ids), self.length, 1), dtype=dtype, device=input_ids.device
         )
-        given = {TOKENS: input_ids, "past_key_values": cache, "use_cache": True}
-        output: Any = self.model(**given, **self.options)
-        left = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        return {LOGITS: output.logits[:, -1:], **dict(zip(names, left, strict=True))}
+        return {"decoder_input_ids": input_ids, "encoder_outputs": (encoded,)}
 
 
-def _captured(model: nn.Module, batch: Mapping[str, Tensor], caches: frozenset[str]) -> Graph:
+def _captured(
+    model: nn.Module, batch: Mapping[str, Tensor], length: int, caches: frozenset[str]
+) -> Graph:
     """One program, in which nothing is trained."""
     was = [(module, module.training) for module in model.modules()]
     with quiet(library()):
         try:
-            flat, classes = capture_flat(_Pass(model).eval(), batch, training=False)
+            flat, classes = capture_flat(_Pass(model, length).eval(), batch, training=False)
         finally:
             for module, training in was:
                 module.training = training

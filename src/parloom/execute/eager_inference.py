@@ -7,13 +7,14 @@ grows, or in one pass. The tokens are those that it finds the likeliest itself.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parloom.capture import Loaded, named_tensors, parameters_of
 from parloom.capture.forward import asked_of
-from parloom.capture.generation import prompts_of
+from parloom.capture.generation import TOKENS, has_encoder, prompts_of, starts_of
 from parloom.execute.eager import Limits, is_small
 from parloom.execute.eager_compare import (
     DIFFERS,
@@ -90,16 +91,23 @@ def _generated_pairs(
     the caches.
     """
     layers = import_module("parloom.capture.cache_layers")
-    cache, given, expected, tokens = layers.growing(), prompts, list[Tensor](), list[Tensor]()
+    own, crossed = layers.growing(), layers.growing()
+    called: dict[str, Any] = {"past_key_values": own, "use_cache": True}
+    given = prompts
+    if has_encoder(model):
+        given = starts_of(model, prompts)
+        called["past_key_values"] = layers.cache_of_both(own, crossed, is_there=False)
+        called[TOKENS] = prompts
+    expected, tokens = list[Tensor](), list[Tensor]()
+    name = "decoder_input_ids" if has_encoder(model) else TOKENS
     for _ in range(count):
-        output = model(input_ids=given, past_key_values=cache, use_cache=True)
-        expected.append(output.logits[:, -1])
+        expected.append(model(**called | {name: given}).logits[:, -1])
         given = expected[-1].argmax(-1, keepdim=True)
         tokens.append(given)
     logits, caches = replayed(*graphs, state, prompts, tokens)
     for number, (one, other) in enumerate(zip(expected, logits, strict=True), 1):
         yield f"logits of token {number}", one, other
-    length = prompts.shape[1] + count - 1
-    there = [t for layer in cache.layers for t in (layer.keys, layer.values)]
-    for (name, found), one in zip(caches.items(), there, strict=True):
-        yield f"{name} after {count} tokens", one, found[:, :, :length]
+    kept = [*own.layers, *crossed.layers]
+    there = [t for layer in kept for t in (layer.keys, layer.values)]
+    for (what, found), one in zip(caches.items(), there, strict=True):
+        yield f"{what} after {count} tokens", one, found[:, :, : one.shape[2]]

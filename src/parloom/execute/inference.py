@@ -27,7 +27,7 @@ from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored
 from parloom.runtime import DistributedComm, Pipeline, Server
-from parloom.runtime.generation import DECODE, FORWARD, LOGITS, POSITION, PREFILL, TOKENS
+from parloom.runtime.generation import DECODE, FORWARD, GENERATED, LOGITS, PREFILL, TOKENS
 
 PROVED_TOKENS = 4  # after each prompt: the first one, and passes at three positions
 FLOOR = 1e-2  # of the scale of a tensor
@@ -119,7 +119,7 @@ def _batch(prompts: Tensor, tokens: Sequence[Tensor], index: int) -> dict[str, T
     """The inputs of the pass that chooses token number `index`, from 0 on."""
     if not index:
         return {TOKENS: prompts}
-    return {TOKENS: tokens[index - 1], POSITION: torch.tensor(prompts.shape[1] + index - 1)}
+    return {TOKENS: tokens[index - 1], GENERATED: torch.tensor(index)}
 
 
 def _empty(graph: Graph) -> dict[str, Tensor]:

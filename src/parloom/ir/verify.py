@@ -162,6 +162,8 @@ def _caches(graph: Graph) -> Problems:
     """A cache is memory that one operator writes to: who else reads it would see either state."""
     ids, after = graph.flat_ids, dict(graph.updates)
     for entry in graph.of_kind(CACHE):
+        if entry.target not in after:  # an earlier pass has left it, and it stays as it is
+            continue
         readers = [flat for flat, _ in graph.uses.get(entry.value.name, ())]
         if [flat.node.op for flat in readers] != [WRITE_CACHE]:
             yield f"cache {entry.target!r} is not read by one {WRITE_CACHE} alone"

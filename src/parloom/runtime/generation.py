@@ -19,7 +19,7 @@ from parloom.runtime.store import Source
 from parloom.runtime.transfers import Transfers
 
 Tensors = Mapping[str, Tensor]
-TOKENS, POSITION, LOGITS = "input_ids", "position", "logits"  # inputs and an output of programs
+TOKENS, GENERATED, LOGITS = "input_ids", "generated", "logits"  # inputs and an output of programs
 PREFILL, DECODE, FORWARD = "prefill", "decode", "forward"  # names of programs
 
 
@@ -82,7 +82,7 @@ class Server:
         for index in range(new_tokens):
             batch = {TOKENS: given}
             if index:
-                batch[POSITION] = torch.tensor(prompts.shape[1] + index - 1)
+                batch[GENERATED] = torch.tensor(index)
             found = self.run(DECODE if index else PREFILL, batch)[LOGITS][:, -1]
             logits.append(found)
             given = found.argmax(-1, keepdim=True)
