@@ -120,7 +120,7 @@ def caches_cut(graph: Graph, mesh: Mesh, **axes: int) -> Decisions:
     for entry in graph.inputs:
         if entry.kind not in (CACHE, "batch"):
             continue
-        shape, shards, left = entry.value.spec.shape, list[Shard](), {}
+        shape, shards, left = entry.value.spec.shape, list[Shard](), dict[int, int]()
         for axis, dim in axes.items():
             if (entry.kind == CACHE or dim == 0) and len(shape) > dim:
                 left[dim] = left.get(dim, shape[dim]) // mesh[axis].size

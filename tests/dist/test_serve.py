@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
     made = list(answers(server, plan, found.made.prefill, requests))
     assert len(made) == BATCH + 2
     for row, answer in zip(prompts, made, strict=True):
-        wanted = found.model.eval().generate(
+        model: Any = found.model.eval()
+        wanted = model.generate(
             row[None], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert answer["tokens"] == wanted[0, PROMPT:].tolist()

@@ -98,8 +98,8 @@ def has_encoder(model: nn.Module) -> bool:
 
 def starts_of(model: nn.Module, prompts: Tensor) -> Tensor:
     """What a decoder behind an encoder begins with."""
-    token = model.config.decoder_start_token_id
-    return torch.full_like(prompts[:, :1], int(token))
+    config: Any = model.config
+    return torch.full_like(prompts[:, :1], int(config.decoder_start_token_id))
 
 
 def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:

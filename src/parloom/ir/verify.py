@@ -159,13 +159,16 @@ def _ends(graph: Graph) -> Problems:
 
 
 def _caches(graph: Graph) -> Problems:
-    """A cache is memory that one operator writes to: who else reads it would see either state."""
+    """A cache that one operator writes to has no other reader: who else reads it would see either
+    state. One that an earlier pass has left may stay as it is, and anybody reads it.
+    """
     ids, after = graph.flat_ids, dict(graph.updates)
     for entry in graph.of_kind(CACHE):
-        if entry.target not in after:  # an earlier pass has left it, and it stays as it is
-            continue
         readers = [flat for flat, _ in graph.uses.get(entry.value.name, ())]
-        if [flat.node.op for flat in readers] != [WRITE_CACHE]:
+        ops = [flat.node.op for flat in readers]
+        if entry.target not in after and WRITE_CACHE not in ops:
+            continue
+        if ops != [WRITE_CACHE]:
             yield f"cache {entry.target!r} is not read by one {WRITE_CACHE} alone"
         elif readers[0].operands[0] != entry.value.name:
             yield f"cache {entry.target!r} is written to itself"
