@@ -36,7 +36,7 @@ def inference_document(plan: Plan, path: str, capture_s: float, search_s: float)
         "prefill_s": None if inference.prefill is None else inference.prefill.step_s,
         "step_s": found.step_s,
         "passes": dict(zip(("prefill", "step"), inference.passes, strict=True)),
-        f"{unit}_per_s": rate,
+        "throughput": {"unit": unit, "per_s": rate},
         "new_tokens": inference.new_tokens,
         "objective": None
         if aim is None

@@ -6,6 +6,7 @@ An answer takes a pass of the one and as many of the other as there are tokens a
 that the sum of both programs' bounds is one of all such pairs.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,7 +16,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, DTYPE_BYTES, Graph
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, lower_beside, lower_stages, stages_beside
-from parloom.ir.pcg import TIME
+from parloom.ir.pcg import PCG, TIME, PValue
 from parloom.ir.plan import Decisions, NodeDecision, Prediction
 from parloom.rewrite.rewrites import as_stored, rewritten
 from parloom.search.evaluation import evaluation_decisions
@@ -45,7 +46,7 @@ def pair_of(found: ScoredPlan, decode: Request, prefill: Request) -> Pair:
     graph = as_stored(prefill.graph, found.decisions.rewrites)
     other = decided_beside(graph, found.decisions, first)
     expected = _expected(prefill, lower_beside(graph, other, first), other)
-    return Pair(found, other, expected, cache_bytes_of(first))
+    return Pair(found, other, expected, cache_bytes_of(first, found.decisions))
 
 
 def pair_from_prefill(found: ScoredPlan, decode: Request, prefill: Request) -> Pair:
@@ -57,7 +58,7 @@ def pair_from_prefill(found: ScoredPlan, decode: Request, prefill: Request) -> P
     first = _lowered(decode.graph, own)
     made = lower_beside(prefill.graph, prompts, first)
     scored = replace(found, decisions=own, prediction=decode.placed(own))
-    return Pair(scored, prompts, _expected(prefill, made, prompts), cache_bytes_of(first))
+    return Pair(scored, prompts, _expected(prefill, made, prompts), cache_bytes_of(first, own))
 
 
 def decided_beside(graph: Graph, decisions: Decisions, first: LoweredStages) -> Decisions:
@@ -95,23 +96,21 @@ def _expected(request: Request, made: LoweredStages, decisions: Decisions) -> Pr
     return machine.predict_stages(made, decisions, request.optimizer)
 
 
-def cache_bytes_of(made: LoweredStages) -> int:
+def cache_bytes_of(made: LoweredStages, decisions: Decisions) -> int:
     """Bytes of all caches on the device that has most."""
-    held: dict[int, int] = {}
-    stages = made.pcgs
-    for pcg in stages:
+    held = Counter[int]()
+    for pcg, stage in zip(made.pcgs, decisions.stages, strict=True):
         inputs = zip(pcg.graph.inputs, pcg.main.inputs, strict=True)
-        caches = [value for entry, value in inputs if entry.kind == CACHE]
-        size = sum(
-            prod(local_shape(value.layout, value.spec.shape, pcg.mesh))
-            * DTYPE_BYTES[value.spec.dtype]
-            * (pcg.num_microbatches if value.layout.shard(TIME) else 1)
-            for value in caches
-        )
-        (stage,) = pcg.decisions.stages
-        for rank in (rank for some in stage.devices for rank in some):
-            held[rank] = held.get(rank, 0) + size
+        size = sum(_local_bytes(value, pcg) for entry, value in inputs if entry.kind == CACHE)
+        held.update({rank: size for some in stage.devices for rank in some})
     return max(held.values(), default=0)
+
+
+def _local_bytes(value: PValue, pcg: PCG) -> int:
+    """A cache of all microbatches on one device."""
+    shape = local_shape(value.layout, value.spec.shape, pcg.mesh)
+    times = pcg.num_microbatches if value.layout.shard(TIME) else 1
+    return prod(shape) * DTYPE_BYTES[value.spec.dtype] * times
 
 
 def pairs(
