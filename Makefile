@@ -5,6 +5,7 @@
 # make lint   ruff, mypy, import contracts
 # make parsers  what reads the files that `parloom export` writes for other frameworks, for their tests
 # make docs   the documentation as a site in build/site, in an environment of its own (half a minute)
+# make screenshots  pictures of reports in docs/assets, by Debian's Chromium: look at each
 # make web    the program of the page that `parloom report` writes (needs npm)
 #
 # Each does all set-up in .venv. PYTHON=... picks the interpreter (3.11 or newer), and pip's own
@@ -24,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: demo test nightly lint format parsers docs web clean
+.PHONY: demo test nightly lint format parsers docs screenshots web clean
 
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
@@ -69,6 +70,9 @@ $(DOCS)/.installed: docs/requirements.txt
 	@$(PYTHON) -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install --quiet --no-input -c constraints.txt --no-deps -r docs/requirements.txt
 	@touch $@
+
+screenshots: $(STAMP)
+	PYTHONPATH=. $(BIN)/python -m tests.web.screenshots
 
 web:
 	cd web && npm ci --no-audit --no-fund && npm run --silent check && npm run --silent build

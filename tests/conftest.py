@@ -34,6 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-docs", action="store_true", help="Rewrite the outputs of the pages in docs."
     )
     parser.addoption(
+        "--report",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="Drive this report in tests/web, not those that the tests make.",
+    )
+    parser.addoption(
         "--update-golden", action="store_true", help="Rewrite the files in tests/golden/data."
     )
 

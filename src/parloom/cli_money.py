@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from parloom import arguments
+from parloom.cli_cluster import named_or_here
 from parloom.cli_options import (
     BUDGET,
     AsJson,
@@ -14,8 +15,6 @@ from parloom.cli_options import (
     Calibrated,
     Dtype,
     Memory,
-    Method,
-    Model,
     OptimizerName,
     Price,
     Sequence,
@@ -24,7 +23,7 @@ from parloom.cli_options import (
 from parloom.cli_output import quiet, result, say
 from parloom.cost import units
 from parloom.errors import InputError
-from parloom.ir.plan import Objective
+from parloom.ir.plan import Objective, Plan
 from parloom.report.output import show_json
 
 Asked = dict[str, Any]
@@ -76,7 +75,7 @@ def plan_front(
     plan, shown = answer.plan, answer.front
     folder = out or default_folder(model, shown.best.cluster if shown.best else "", plan)
     paths = api.save(plan, folder)
-    document = front_document(shown, str(paths["plan"]))
+    document = front_document(shown, str(paths["plan"]), plan)
     kept = write_atomic(folder / FRONT, json.dumps(document, indent=2) + "\n")
     if as_json:
         show_json(document)
@@ -90,8 +89,16 @@ def plan_front(
 
 
 def scale(
-    model: Model,
-    cluster: Annotated[str, typer.Option(metavar="C", help="2x8xH100, or a YAML file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL|PLAN", help="A model as for `plan`, or a plan file.")
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="C",
+            help="2x8xH100, or a YAML file; default: the plan's, or this machine.",
+        ),
+    ] = None,
     up_to: Annotated[
         int | None,
         typer.Option(
@@ -106,7 +113,9 @@ def scale(
     seq: Sequence = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Cast model and batch to it.")] = None,
     optimizer: OptimizerName = None,
-    method: Method = "auto",
+    method: Annotated[
+        str | None, typer.Option(help="As for `plan`; default: the plan's, or auto.")
+    ] = None,
     memory: Memory = None,
     calibration: Calibrated = None,
     price: Price = None,
@@ -121,24 +130,30 @@ def scale(
         "dtype": None if dtype is None else dtype.value,
         "optimizer": optimizer,
     }
-    asked: Asked = {
-        "method": method,
-        "memory": memory,
-        "calibration": calibration,
-        "budget": budget,
-        "price": price,
-    }
-    arguments.check(model, built | asked)
+    asked: Asked = {"method": method, "memory": memory}
+    own = {key: value for key, value in asked.items() if value is not None}
+    plain: Asked = {"calibration": calibration, "budget": budget, "price": price}
+    plan = _plan_at(model, built)
+    cluster = cluster or (plan.cluster if plan else named_or_here(None))
+    if plan is None:
+        asked = {"method": "auto"} | own | plain
+        arguments.check(model, built | asked)
     quiet(verbose)
     from parloom import api
     from parloom import scaling as curve
     from parloom.report.scaling import scaling_document, scaling_screen
+    from parloom.searching import Captured, asked_of
 
+    if plan is not None:
+        asked = asked_of(plan) | own | plain
+        arguments.check(model, asked)
+        model = plan.source.spec
+        built = {"seq": plan.source.seq, "dtype": plan.source.dtype}
+        built["optimizer"] = plan.optimizer.name
     sizes = curve.sizes_of(cluster, up_to)
     curve.check_scaling(sizes, price)
-    program = api.capture(model, **built, progress=say)
-    if weak and program.source.is_factory:
-        raise InputError("--weak: a factory makes its own batch, which cannot grow with devices")
+    program = Captured.of(plan) if plan else api.capture(model, **built, progress=say)
+    curve.check_weak(program, weak)
     again = (
         (lambda size: api.capture(model, **built | {"batch": size}, progress=say)) if weak else None
     )
@@ -146,3 +161,22 @@ def scale(
     show_json(scaling_document(found)) if as_json else result(scaling_screen(found))
     if found.interrupted:
         raise typer.Exit(130)
+
+
+def _plan_at(model: str, built: Asked) -> Plan | None:
+    """The plan that `model` names, whose model is built as it was; None for a model.
+
+    Raises `InputError` for flags that build a model beside a plan.
+    """
+    from parloom.execute.files import is_plan, read_plan
+
+    path = Path(model)
+    if not is_plan(path):
+        return None
+    given = [flag for flag, value in built.items() if value is not None]
+    if given:
+        raise InputError(
+            f"--{given[0]}: {model} is a plan, whose model is built as it was; give the model to"
+            " build it otherwise"
+        )
+    return read_plan(path)

@@ -89,7 +89,10 @@ FORBID = "No plan that holds this; written like --pin."
 SEMANTICS = "The loss is that of the whole batch, or the mean over microbatches, each by itself."
 DEVICES = "Use N of the cluster's devices; default: as many as are fastest."
 NO_REWRITES = f"Compute all values as the model does; the same as --forbid '{NO_REWRITE}'."
-BUDGET = "End the search after so many solved programs and simulated steps."
+BUDGET = (
+    "End the search after WORK units: one for each program that is solved and each step that is"
+    " simulated."
+)
 RESUME = "Go on from the last checkpoint, under a new plan where the devices are others."
 CHECKPOINT = "A checkpoint, or the folder that has them, for --resume; default: the plan's folder."
 THERE = "The devices that are there, for --resume; default: the plan's, or the GPUs that are left."

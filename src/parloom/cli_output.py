@@ -13,9 +13,20 @@ from parloom.report.output import message, show
 
 
 def say(text: str, *, laid_out: bool = False) -> None:
-    """A line of progress or an error: never on stdout; what is `laid_out` has lines of its own."""
+    """A line of progress or an error: never on stdout; what is `laid_out` has lines of its own,
+    others are as wide as the terminal.
+    """
     with suppress(OSError):  # a log that is full stops no work
-        print(visible(text) if laid_out else message(text), file=sys.stderr, flush=True)
+        shown = visible(text) if laid_out else message(text, _columns())
+        print(shown, file=sys.stderr, flush=True)
+
+
+def _columns() -> int | None:
+    """How wide the terminal is that messages go to; None where it is none."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else None
+    except (OSError, ValueError, AttributeError):  # not a file
+        return None
 
 
 def result(what: str | RenderableType) -> None:

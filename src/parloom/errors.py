@@ -75,8 +75,8 @@ class InexpressibleError(ParloomError):
 
     def __init__(self, target: str, missing: Sequence[str]) -> None:
         self.missing = tuple(missing)
-        listed = "; ".join(self.missing)
-        super().__init__(f"not expressible in {target}: {listed}; nothing was written (--strict)")
+        listed = "".join(f"\n{line}" for line in self.missing)
+        super().__init__(f"nothing was written (--strict); not expressible in {target}:{listed}")
 
 
 class CaptureError(ParloomError):

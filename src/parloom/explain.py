@@ -10,11 +10,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from parloom import arguments
-from parloom.choose import choose
+from parloom.choose import Choice, NothingFitsError, choose
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.stages import StagePlayer
 from parloom.cost.step import priced
-from parloom.errors import FingerprintError, InfeasibleError, InputError, nearest
+from parloom.errors import FingerprintError, InputError, nearest
 from parloom.execute.files import read_plan
 from parloom.execute.machine import machine_for, machine_of
 from parloom.execute.program import lowered
@@ -44,8 +44,6 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.search.request import Request
 
 Say = Callable[[str], None]
-# More bytes than any device has.
-UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,8 @@ def explain(
         document = compared(case, there, versus)
         return Answer(document, versus_screen(document))
     if isinstance(case, PipelineCase):
-        return Answer(pipeline_explained(case), pipeline_screen(case))
+        document = pipeline_explained(case, rewrites_explained(case))
+        return Answer(document, pipeline_screen(case, document))
     play = partial(machine_of(case.plan, calibration).simulate, optimizer=case.plan.optimizer)
     document = plan_explained(case, rewrites_explained(case, play))
     cost = cost_lines(plan, case.whole, case.timeline.step_s)
@@ -131,7 +130,7 @@ def _named_in_stages(pipeline: PipelineCase, name: str, path: str) -> Answer:
 
 
 def other_plan(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
-    """The plan of that path, or the best one of that method; one that does not fit if none does."""
+    """The plan of that path, or the best one of that method; the smallest if none of it fits."""
     if versus in arguments.METHODS:
         machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
         mixed = bool(resolve_cluster(plan.cluster).cluster.parts)
@@ -148,16 +147,17 @@ def other_plan(plan: Plan, versus: str, calibration: str | Path | None, say: Say
             method=versus,
             all_devices=not mixed,
         )
-        for limit in (request.limit_bytes, UNLIMITED):
-            try:
-                found = choose(replace(request, limit_bytes=limit), say)
-            except InfeasibleError as error:
-                say(f"{versus}: {error}")
-                continue
-            if found.status is Status.INTERRUPTED:
-                say(f"{versus}: {INTERRUPTED}")
-            return replace(found, constraints=plan.constraints).recorded(replace(plan, notes=()))
-        raise AssertionError("without a limit every plan fits")
+        try:
+            found = choose(request, say)
+        except NothingFitsError as error:
+            say(f"{versus}: {error}")
+            if not error.proposed.found:
+                raise
+            small = min(error.proposed.found, key=lambda own: own.prediction.peak_bytes)
+            found = Choice(small, error.proposed.found, request.fits)
+        if found.status is Status.INTERRUPTED:
+            say(f"{versus}: {INTERRUPTED}")
+        return replace(found, constraints=plan.constraints).recorded(replace(plan, notes=()))
     if not Path(versus).exists():
         hint = nearest(versus, arguments.METHODS)
         raise InputError(f"versus: no method or plan file {versus!r}{hint}")

@@ -1,5 +1,6 @@
 """Answers to `parloom report`: plans as one page that needs no network."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,8 @@ from parloom.report.page.sides import Side
 
 # Rules of thumb that every plan is compared with.
 OTHERS = ("data_parallel", "fsdp", "megatron")
+Known = dict[tuple[object, ...], Case | PipelineCase | None]
+"""Plans to compare with, by the question that they answer; None where there is none."""
 
 
 def report(
@@ -39,19 +42,35 @@ def report(
     models.
     """
     plans = [path if isinstance(path, Plan) else read_plan(Path(path)) for path in paths]
-    names = [path.method if isinstance(path, Plan) else str(path) for path in paths]
+    names = list(_names(paths))
     for name, plan in zip(names, plans, strict=True):
         check_comparable(plans[0], plan, name)
+    known: Known = {}
     sides = [
-        _side(plan, name, run if index == 0 else None, calibration, progress)
+        _side(plan, name, run if index == 0 else None, calibration, known, progress)
         for index, (name, plan) in enumerate(zip(names, plans, strict=True))
     ]
     fronts = (
         None if isinstance(path, Plan) else _front(plan, Path(path))
         for path, plan in zip(paths, plans, strict=True)
     )
-    sides = [replace(side, front=front) for side, front in zip(sides, fronts, strict=True)]
+    files = [not isinstance(path, Plan) for path in paths]
+    sides = [
+        replace(side, front=front, is_file=is_file)
+        for side, front, is_file in zip(sides, fronts, files, strict=True)
+    ]
     return report_document(sides, progress)
+
+
+def _names(paths: Sequence[str | Path | Plan]) -> Iterator[str]:
+    """Paths of files; plans that are in none by their methods, numbered where these are equal."""
+    seen = Counter[str]()
+    for path in paths:
+        if isinstance(path, Plan):
+            seen[path.method] += 1
+            yield f"{path.method} {seen[path.method]}" if seen[path.method] > 1 else path.method
+        else:
+            yield str(path)
 
 
 def write_page(document: dict[str, Any], out: Path) -> Path:
@@ -64,11 +83,16 @@ def _side(
     path: str,
     run: str | Path | None,
     calibration: str | Path | None,
+    known: Known,
     say: Say,
 ) -> Side:
     machine = machine_of(plan, calibration)
     play = partial(machine.simulate, optimizer=plan.optimizer)
-    others = dict(_others(plan, calibration, say))
+    others = {
+        method: other
+        for method in OTHERS
+        if method != plan.method and (other := _other(plan, method, calibration, known, say))
+    }
     observed = _observed(plan, Path(run)) if run is not None else None
     return Side(path, case_of(plan, calibration), play, others, observed)
 
@@ -84,17 +108,21 @@ def _front(plan: Plan, path: Path) -> dict[str, Any] | None:
         raise InputError(f"cannot read {file}: {error}; delete it, or plan again") from None
 
 
-def _others(
-    plan: Plan, calibration: str | Path | None, say: Say
-) -> Iterator[tuple[str, Case | PipelineCase]]:
-    """The plans of rules of thumb, whether or not they fit."""
-    for method in OTHERS:
-        if plan.method != method:
-            say(f"plan by {method}, to compare with")
-            try:
-                yield method, case_of(other_plan(plan, method, calibration, say), calibration)
-            except ParloomError as error:  # a rule of thumb has no plan of every model
-                say(f"{method}: {error}")
+def _other(
+    plan: Plan, method: str, calibration: str | Path | None, known: Known, say: Say
+) -> Case | PipelineCase | None:
+    """The plan of a rule of thumb, whether or not it fits."""
+    decisions, asked = plan.decisions, tuple(constraint.text for constraint in plan.constraints)
+    question = (method, plan.cluster, decisions.num_microbatches, decisions.apart, asked)
+    if question not in known:
+        say(f"plan by {method}, to compare with")
+        try:
+            found = case_of(other_plan(plan, method, calibration, say), calibration)
+        except ParloomError as error:  # a rule of thumb has no plan of every model
+            say(f"{method}: {error}")
+            found = None
+        known[question] = found
+    return known[question]
 
 
 def _observed(plan: Plan, log: Path) -> tuple[int, Timeline]:

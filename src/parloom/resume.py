@@ -7,24 +7,17 @@ from pathlib import Path
 import torch
 
 from parloom import api
-from parloom.arguments import METHODS
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InfeasibleError, InputError, LaunchError
 from parloom.execute import launch
 from parloom.execute.checkpoint import latest
 from parloom.execute.files import short_digest
 from parloom.execute.manifest import MANIFEST, read_manifest, resolve
-from parloom.execute.program import NO_EVALUATION
 from parloom.ir.mesh import part_sizes
-from parloom.ir.plan import MICROBATCH, Plan
-from parloom.ir.text import parse_graph
-from parloom.report.words import WARNING
+from parloom.ir.plan import Plan
 from parloom.search.request import AUTO
-from parloom.searching import Captured
+from parloom.searching import Captured, asked_of
 from parloom.tracing import traced
-
-# Lines of a plan that are about the model, whatever the devices.
-OF_THE_MODEL = ("the captured program", "batch as built", WARNING, NO_EVALUATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,39 +114,18 @@ def replanned(plan: Plan, there: Devices, progress: Callable[[str], None]) -> Pl
     """The fastest plan for other devices of the same program, under the same limits; by the same
     method, or `auto` where that finds none there.
     """
-    decisions = plan.decisions
-    apart = decisions.batch_semantics == MICROBATCH
-    captured = Captured(
-        plan.source,
-        plan.fingerprint,
-        plan.optimizer,
-        parse_graph(plan.graph),
-        plan.evaluation_graph,
-        tuple(line for line in plan.assumptions if line.startswith(OF_THE_MODEL)),
-        tuple(line for line in plan.notes if line.startswith(OF_THE_MODEL)),
-        plan.seed,
-        plan.settings,
-        plan.ranges,
-        decisions.num_microbatches if apart else 1,
-        decisions.batch_semantics,
-    )
-    flags = [c.text.partition(" ") for c in plan.constraints]
-    given = {f: [asked for flag, _, asked in flags if flag == f] for f in ("--pin", "--forbid")}
-    memory = next((asked for flag, _, asked in flags if flag == "--memory"), None)
+    captured, asked = Captured.of(plan), asked_of(plan)
 
     def search(method: str) -> Plan:
         return api.search(
             captured,
             cluster=there.cluster,
-            method=method,
-            memory=memory,
             devices=there.count,
-            pin=given["--pin"],
-            forbid=given["--forbid"],
             progress=progress,
+            **asked | {"method": method},
         )
 
-    if plan.method in METHODS and plan.method != AUTO:
+    if asked["method"] != AUTO:
         try:
             return search(plan.method)
         except (InfeasibleError, InputError) as error:

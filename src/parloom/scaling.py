@@ -42,8 +42,8 @@ def sizes_of(spec: str, up_to: int | None) -> list[Size]:
     given, count = SPEC.fullmatch(spec), cluster.num_devices
     if given is None:
         raise InputError(
-            f"--up-to {up_to}: only nodes x devices x device can grow, not {spec}; give the largest"
-            " cluster, and leave --up-to out for its parts"
+            f"--up-to {up_to}: only nodes x devices x device can grow, not {cluster.name}; give the"
+            " largest cluster, and leave --up-to out for its parts"
         )
     if up_to < 2 * count:
         raise InputError(f"--up-to {up_to}: {spec} has {count} devices; give {2 * count} or more")
@@ -99,6 +99,15 @@ def scaling(
         raise InfeasibleError(f"no size has a plan:\n{reasons}")
     prices = prices_of(found)
     return Scaling(captured.source.spec, again is not None, tuple(points), prices, interrupted)
+
+
+def check_weak(captured: Captured, weak: bool) -> None:
+    """Raise `InputError` where batches should grow that only the user's own code can make."""
+    source = captured.source
+    if weak and source.is_live:
+        raise InputError("--weak: the model lives in the process that planned it")
+    if weak and source.is_factory:
+        raise InputError("--weak: a factory makes its own batch, which cannot grow with devices")
 
 
 def check_scaling(sizes: list[Size], price: str | None) -> None:

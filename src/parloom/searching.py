@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from parloom import arguments
 from parloom.answer import answer
@@ -16,6 +17,7 @@ from parloom.complete import assumed, with_evaluation
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.money import parse_prices
 from parloom.execute.machine import Machine, machine_for
+from parloom.execute.program import NO_EVALUATION
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
@@ -23,12 +25,15 @@ from parloom.ir.plan import GLOBAL, MICROBATCH, ModelSource, Objective, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples
-from parloom.ir.text import print_graph
-from parloom.report.words import unasked_words
+from parloom.ir.text import parse_graph, print_graph
+from parloom.report.words import WARNING, unasked_words
 from parloom.search.pins import parse_pin
-from parloom.search.request import Request, ScoredPlan
+from parloom.search.request import AUTO, Request, ScoredPlan
 
 Say = Callable[[str], None]
+Asked = dict[str, Any]
+# Lines of a plan that are about the model, whatever the devices.
+OF_THE_MODEL = ("the captured program", "batch as built", WARNING, NO_EVALUATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,26 @@ class Captured:
     ranges: Ranges = ()
     microbatches: int = 1
     batch_semantics: str = GLOBAL
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Captured":
+        """What a plan was made of."""
+        decisions = plan.decisions
+        apart = decisions.batch_semantics == MICROBATCH
+        return cls(
+            plan.source,
+            plan.fingerprint,
+            plan.optimizer,
+            parse_graph(plan.graph),
+            plan.evaluation_graph,
+            tuple(line for line in plan.assumptions if line.startswith(OF_THE_MODEL)),
+            tuple(line for line in plan.notes if line.startswith(OF_THE_MODEL)),
+            plan.seed,
+            plan.settings,
+            plan.ranges,
+            decisions.num_microbatches if apart else 1,
+            decisions.batch_semantics,
+        )
 
     @property
     def samples(self) -> int:
@@ -105,6 +130,18 @@ class Found:
         bound = self.choice.aim.bound if self.choice.aim else None
         aim = aim_of(self.request, other, bound)
         return replace(self, choice=replace(self.choice, best=other, aim=aim))
+
+
+def asked_of(plan: Plan) -> Asked:
+    """What the search of a plan was held to, and its method: `auto` where it has no other name."""
+    flags = [c.text.partition(" ") for c in plan.constraints]
+    pin, forbid, memory = (
+        [asked for flag, _, asked in flags if flag == wanted]
+        for wanted in ("--pin", "--forbid", "--memory")
+    )
+    method = plan.method if plan.method in arguments.METHODS else AUTO
+    limit = memory[0] if memory else None
+    return {"method": method, "memory": limit, "pin": pin, "forbid": forbid}
 
 
 def find(  # noqa: PLR0913 - one argument per flag of the command

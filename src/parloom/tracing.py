@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from parloom.cost.timeline import Timeline
 from parloom.errors import InputError
-from parloom.execute.files import write_atomic
+from parloom.execute.files import check_file, write_atomic
 from parloom.execute.log import last_observed
 from parloom.execute.machine import machine_of
 from parloom.execute.program import lowered
@@ -43,14 +43,14 @@ def traced(
     if path is None or int(os.environ.get("RANK", "0")):
         yield None
         return
-    write_atomic(Path(path), "", ADVICE)  # known to work before hours of training
+    check_file(Path(path), ADVICE)  # before hours of training
     with TemporaryDirectory(prefix="parloom-trace-") as folder:
         log = Path(folder) / "run.jsonl"
         yield log
         try:
             found = last_observed(log, plan_hash(plan))
         except InputError:
-            say(f"{path} stays empty: the run ended before its third step, which is the traced one")
+            say(f"no trace {path}: the run ended before its third step, which is the traced one")
             return
     played = machine_of(plan).play(lowered(plan), plan.decisions, plan.optimizer)
     beside = observed_timeline([own.actions for own in found])

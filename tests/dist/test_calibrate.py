@@ -14,6 +14,7 @@ from parloom.capture import capture
 from parloom.cost.calibration import (
     Calibration,
     Product,
+    TimedCollective,
     calibration_from_json,
     calibration_to_json,
     key_of,
@@ -266,7 +267,10 @@ def test_a_calibration_with_the_model_is_called_measured() -> None:
     slow = tuple(replace(o, forward_s=1.0, backward_s=1.0) for o in made.operators)
     made = replace(made, operators=slow)
     _, kernels = calibrated(load_cluster("2xcpu"), made)
-    assert source_of([pcg], kernels, made).name == "measured"
+    # Of several ranks only where collectives were measured: links are assumed without.
+    assert source_of([pcg], kernels, made).name == "calibrated"
+    sent = TimedCollective("all_reduce", ((0, 2),), 1024, 1e-3, 0.0)
+    assert source_of([pcg], kernels, replace(made, collectives=(sent,))).name == "measured"
     _, without = calibrated(load_cluster("2xcpu"), calibrate([], None, least_s=1e-3))
     assert source_of([pcg], without, made).name == "calibrated"
 
@@ -303,12 +307,12 @@ def test_the_command_writes_what_plans_and_simulations_take(
     given = ["--calibration", str(quick)]
     planned = ["plan", spec, "--cluster", "2xcpu", "--devices", "2", "--method", "data_parallel"]
     assert cli.main([*planned, "--out", "run", *given]) == 0
-    assert "(from measured operators; likely " in capsys.readouterr().out
+    assert "(from measured rates; likely " in capsys.readouterr().out
     assert cli.main(["simulate", "run", "--json", *given]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["source"] == "measured"
+    assert document["source"] == "calibrated"  # no collective was measured
     (alone,) = document["notes"]
-    assert alone.startswith("measured by one process: links, and")
+    assert alone.startswith("operators are measured, by one process; links, and")
     assert cli.main(["simulate", "run"]) == 0
     assert "not calibrated" in capsys.readouterr().out
     # Of another machine: used, said so, and the band is wider.

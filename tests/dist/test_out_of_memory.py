@@ -53,15 +53,22 @@ def test_the_stage_of_a_rank_is_named() -> None:
         assert f"rank {rank} (stage {rank}) ran out" in text
 
 
-def test_the_next_plan_leaves_as_much_room_as_was_missing(plan: Plan, tmp_path: Path) -> None:
-    given = replace(plan, constraints=(Constraint(f"{MEMORY}70GiB", 1.0, 1),))
-    words = shlex.split(replanned(given, seen(plan)))
+@pytest.mark.parametrize(("peak", "more", "most"), [(72, 1.25, 74.5 / 1.25), (60, 1.02, 60)])
+def test_the_next_plan_leaves_as_much_room_as_was_missing(
+    plan: Plan, tmp_path: Path, peak: int, more: float, most: float
+) -> None:
+    """And less than this plan takes, where something else had the rest of the device."""
+    assert plan.prediction is not None
+    full = replace(plan.prediction, peak_bytes=peak * GIB)
+    asked = (Constraint(f"{MEMORY}73GiB", 1.0, 1),)
+    given = replace(plan, constraints=asked, prediction=full)
+    words = shlex.split(replanned(given, seen(given, more)))
     assert words[0] == "parloom"
     assert words.count("--memory") == 1
     limit = words[words.index("--memory") + 1]
     assert limit.endswith("MiB")
-    there = 74.5 * 1024  # of an H100, as its preset has it
-    assert there / 1.25 * 0.97 < int(limit.removesuffix("MiB")) < there / 1.25
+    # An H100 has 74.5 GiB, as its preset says.
+    assert 0.97 * most < int(limit.removesuffix("MiB")) / 1024 < most
     assert cli.main([*words[1:], "--out", str(tmp_path / "again")]) == 0
 
 

@@ -13,11 +13,16 @@ from torch.nn import functional as F
 
 from parloom import api
 from parloom.errors import InputError
+from parloom.execute.machine import machine_of
 from parloom.explain import explain
 from parloom.ir.graph import Call
-from parloom.ir.plan import Plan
+from parloom.ir.lower_stages import lower_stages
+from parloom.ir.mesh import Mesh
+from parloom.ir.plan import ActivationDecision, Decisions, Plan, Stage, one_stage
+from parloom.ir.stages import stage_items
 from parloom.ir.text import parse_graph
-from parloom.rewrite.rewrites import takes_of
+from parloom.report.output import rendered
+from parloom.rewrite.rewrites import rewritten, takes_of
 
 torch.set_num_threads(1)
 # Two devices, as searches over four take twice as long; one model has a mesh of two axes.
@@ -50,6 +55,24 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = self.last(torch.relu(x @ (self.p @ self.q))).square().mean()
         return loss
+
+
+class Below(nn.Module):
+    """A low-rank product in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.inner(x).square().mean()
+        return loss
+
+
+class Inner(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(torch.relu(x @ (self.p @ self.q)))
+        return made
 
 
 class Attention(nn.Module):
@@ -221,6 +244,10 @@ def chain() -> tuple[nn.Module, dict[str, Tensor]]:
     return Chain(), {"x": torch.randn(512, 256)}
 
 
+def below() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Below(), {"x": torch.randn(512, 256)}
+
+
 def attention() -> tuple[nn.Module, dict[str, Tensor]]:
     return Attention(), {"x": torch.randn(16, 8, 32)}
 
@@ -361,3 +388,64 @@ def test_factors_are_multiplied_where_none_of_them_is_trained() -> None:
     assert not any("adapter_whole_weight" in call for call in products(planned("adapting")))
     assert not any("matmul(" in call or "mm(" in call for call in products(planned("adapting")))
     assert api.verify(planned("adapting")).passed
+
+
+def in_stages(plan: Plan, *at: int, rewrites: tuple[str, ...] | None = None) -> Plan:
+    """A pipeline on one device each, cut before these items, with the rewrites of `plan`."""
+    rewrites = plan.decisions.rewrites if rewrites is None else rewrites
+    items = stage_items(rewritten(parse_graph(plan.graph), rewrites))
+    ends = zip((0, *at), (*at, len(items)), strict=True)
+    stages = tuple(
+        Stage(items[a:b], (range(i, i + 1),), Mesh(())) for i, (a, b) in enumerate(ends)
+    )
+    made = Decisions(stages, num_microbatches=4, schedule="1f1b", rewrites=rewrites)
+    return replace(plan, cluster="1x2xV100", decisions=made, prediction=None, constraints=())
+
+
+def step_s(plan: Plan) -> float:
+    programs = lower_stages(
+        rewritten(parse_graph(plan.graph), plan.decisions.rewrites), plan.decisions
+    )
+    return machine_of(plan).play(programs, plan.decisions, plan.optimizer).step_s
+
+
+# Where each is cut with and without its rewrite: one in a block, one in main.
+CUTS = {"attention": (1, 1), "chain": (2, 2)}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_explain_says_what_rewrites_save_in_pipelines(name: str) -> None:
+    with_it, without_it = CUTS[name]
+    plan = in_stages(planned(name), with_it)
+    answer = explain(plan)
+    (found,) = answer.document["rewrites"]
+    assert found["rules"]
+    assert found["before"]
+    assert found["after"]
+    assert not found["changed"]
+    # On one device each there are no other ways: the same pipeline of the model as it is.
+    plain = in_stages(planned(name), without_it, rewrites=())
+    assert found["saved_s"] == pytest.approx(step_s(plain) - step_s(plan), abs=1e-12)
+    assert found["saved_s"] != pytest.approx(step_s(in_stages(planned(name), 1 + without_it, rewrites=())) - step_s(plan), abs=1e-12)
+    assert found["stages"]
+    shown = rendered(answer.screen, 200)
+    assert "against the plan without it" in shown
+    assert all(own["name"] in shown for own in found["stages"])
+
+
+def test_explain_says_what_rewrites_save_beside_blocks() -> None:
+    """Modules of the rewritten graph are blocks, which are made again."""
+    plan = planned("below")
+    rewrites = (*plan.decisions.rewrites, "block inner")
+    made = Decisions(
+        one_stage(Mesh(())),
+        activations=(ActivationDecision("inner", "recompute"),),
+        rewrites=rewrites,
+    )
+    blocked = replace(plan, cluster="1x1xV100", decisions=made, prediction=None, constraints=())
+    (found,) = explain(blocked).document["rewrites"]
+    decisions = replace(made, rewrites=("block inner",))
+    plain = replace(blocked, decisions=decisions)
+    assert found["saved_s"] == pytest.approx(step_s(plain) - step_s(blocked), abs=1e-12)
+    assert not found["changed"]
+    assert not found["stages"]

@@ -107,3 +107,49 @@ def test_a_damaged_front_is_named(
     (tmp_path / "front.json").write_text(text)
     assert cli.main(["report", str(tmp_path), "--json"]) == 2
     assert f"cannot read {tmp_path / 'front.json'}" in capsys.readouterr().err
+
+
+LAB = """\
+name: lab
+join: {name: Ethernet, bandwidth: 25Gbit/s}
+parts:
+  - {name: old, device: V100, levels: [{name: NVLink2, size: 2, bandwidth: 150GB/s}]}
+  - {name: new, device: A100, levels: [{name: NVLink3, size: 2, bandwidth: 300GB/s}]}
+"""
+
+
+def test_a_mixed_cluster_has_the_limits_and_the_links_of_its_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lab.yaml").write_text(LAB, encoding="utf-8")
+    asked = ["--cluster", str(tmp_path / "lab.yaml"), "--batch", "4096", "--microbatches", "4"]
+    plan = ["plan", "zoo:mlp", *asked, "--method", "whale", "--out", str(tmp_path / "plan")]
+    assert cli.main(plan) == 0
+    capsys.readouterr()
+    assert cli.main(["report", str(tmp_path / "plan"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["plans"]
+    limits = {process["limit_bytes"] for process in found["memory"]["processes"]}
+    assert limits == {16 * 10**9, 80 * 10**9}
+    assert found["summary"]["limit_bytes"] in limits
+    network = found["network"]
+    assert [part["device"] for part in network["parts"]] == ["V100-SXM2-16GB", "A100-SXM4-80GB"]
+    busy = {level["name"]: level["busy_s"] for level in network["levels"]}
+    assert busy.keys() == {"NVLink2", "NVLink3", "Ethernet"}
+    assert busy["Ethernet"] > 0
+
+
+def test_microbatches_by_themselves_make_one_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of them have as much to do as their batch has at once."""
+    found = []
+    for flags in ([], ["--microbatches", "4", "--batch-semantics", "microbatch"]):
+        assert cli.main([*PLAN, "--batch", "64", *flags, "--out", str(tmp_path / "plan")]) == 0
+        capsys.readouterr()
+        assert cli.main(["report", str(tmp_path / "plan"), "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        found.append(plan["summary"])
+    whole, apart = found
+    assert apart["model_flops"] == pytest.approx(whole["model_flops"], rel=0.01)
+    assert (apart["samples"], whole["samples"]) == (64, 64)
+    assert apart["mfu"] * apart["step_s"] == pytest.approx(whole["mfu"] * whole["step_s"], rel=0.01)

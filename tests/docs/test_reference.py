@@ -14,6 +14,7 @@ from parloom.cost.calibration import _Document
 from parloom.execute.verify import VerifyReport
 from parloom.ir.plan_schema import PlanDocument
 from tests.docs import reference
+from tests.docs.cluster_schema import cluster_schema
 from tests.docs.commands import run
 from tests.docs.page import DOCS
 
@@ -39,10 +40,24 @@ ASKED = {
     "front": [
         f"{PLAN} runs/e --cluster 2xA100,2xH100 --price 2/gpu-h --pareto --json",
         f"{PLAN} runs/g --cluster 2xA100 --price 2/gpu-h --tokens 1B --days 30 --json",
+        f"{PLAN} runs/h --cluster 2xA100 --price 2/gpu-h --tokens 1T --days 0.01 --json",
     ],
-    "scale": ["scale zoo:mlp --cluster 2xA100 --method fsdp --json"],
+    "scale": [
+        "scale zoo:mlp --cluster 2xA100 --method fsdp --json",
+        "scale runs/b --json",
+        "scale runs/f --weak --method data_parallel --json",
+    ],
     "explain": ["explain runs/a --json", "explain runs/b --json", "explain runs/f --json"],
-    "explain-name": ["explain runs/f head --json", "explain runs/a head --json"],
+    "explain-name": ["explain runs/f head --json", "explain runs/a relu --json"],
+    "explain-parameter": [
+        "explain runs/f head.weight --json",
+        "explain runs/a layers.0.bias --json",
+        "explain runs/b layers.1.weight --json",
+    ],
+    "explain-input": ["explain runs/f x --json", "explain runs/b labels --json"],
+    "explain-module": ["explain runs/f layers --json", "explain runs/b layers --json"],
+    "explain-stages": ["explain runs/c head --json", "explain runs/c head.weight --json"],
+    "explain-name-versus": ["explain runs/b layers.0 --versus megatron --json"],
     "explain-versus": ["explain runs/b --versus megatron --json"],
     "explain-pipeline": ["explain runs/c --json"],
     "simulate": ["simulate runs/b --json", "simulate runs/c --trace step.json --json"],
@@ -82,6 +97,7 @@ def parts_of(documents: dict[str, list[Any]]) -> tuple[dict[str, str], dict[str,
     schemas = {
         "plan-file": PlanDocument.model_json_schema(),
         "calibration-file": _Document.model_json_schema(),
+        "cluster-file": cluster_schema(),
         "verify": TypeAdapter(VerifyReport).json_schema(),
     }
     for verb, found in documents.items():
@@ -131,10 +147,31 @@ def test_documents_fit_their_schemas_and_others_do_not(
         schema = json.loads((SCHEMAS / f"{verb}.json").read_text(encoding="utf-8"))
         for document in found:
             jsonschema.validate(document, schema)
-    plan, schema = printed["plan"][0], json.loads((SCHEMAS / "plan.json").read_text())
-    for wrong in ({**plan, "step_ms": 1.0}, {**plan, "peak_bytes": "1 GiB"}):
+    planted: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("plan", {"step_ms": 1.0}),
+        ("plan", {"peak_bytes": "1 GiB"}),
+        ("explain-name", {"terms": {}}),
+        ("explain-parameter", {"stored": []}),
+        ("explain-input", {"shape": "64 x 256"}),
+        ("explain-module", {"readers": []}),
+        ("explain-stages", {"stages": [{"stage": "0"}]}),
+        ("explain-name-versus", {"versus": None}),
+    )
+    for verb, wrong in planted:
+        schema = json.loads((SCHEMAS / f"{verb}.json").read_text(encoding="utf-8"))
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(wrong, schema)
+            jsonschema.validate(printed[verb][0] | wrong, schema)
+
+
+def test_scaling_of_a_plan_is_of_its_model_cluster_and_method(
+    printed: dict[str, list[Any]],
+) -> None:
+    _, of_plan, weak = printed["scale"]
+    assert of_plan["model"] == "zoo:mlp"
+    assert [point["cluster"] for point in of_plan["points"]] == ["2xcpu", "2xcpu"]
+    assert all(point["name"].startswith("fsdp") for point in of_plan["points"])
+    samples = [point["samples_per_step"] for point in weak["points"]]
+    assert samples == [64, 128]
 
 
 def test_a_changed_flag_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:

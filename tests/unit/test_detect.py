@@ -74,6 +74,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     [
         (H100, "H100-SXM5-80GB", "NVLink4", 450e9),
         (RTX4090, "RTX4090", "PCIe4", 31.5e9),
+        (Cards("NVIDIA GeForce RTX 3090", 4, 25_438_126_080), "RTX3090", "PCIe4", 31.5e9),
         (Cards("NVIDIA A100-SXM4-40GB", 8, 42_949_672_960, 12, True), "A100-SXM4-40GB",
          "NVLink3", 300e9),
         (Cards("NVIDIA A100 80GB PCIe", 4, 85_899_345_920), "A100-PCIe-80GB", "PCIe4", 31.5e9),

@@ -383,6 +383,8 @@ def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         said = capsys.readouterr()
         assert f"not expressible in {name}:" in said.err
         assert "recomputation of blocks.0,2" in said.err
+        _, *items = said.err.splitlines()
+        assert all(item.startswith("  ") for item in items)
         assert cli.main([*command, "--strict", "--json"]) == 3
         listed = json.loads(capsys.readouterr().out)["not_expressible"]
         assert any("recomputation of blocks.0,2" in line for line in listed)
@@ -442,3 +444,11 @@ def test_all_blocks_are_known() -> None:
 )
 def test_what_is_not_split_is_said_so(own: str, other: str, words: str) -> None:
     assert split_words(own, other) == words
+
+
+def test_equal_layers_and_experts_are_one() -> None:
+    names = [f"layers.{i}.mlp.{j}_proj.weight" for i in range(80) for j in ("up", "down")]
+    assert names_text(names) == "layers.0-79.{mlp.up_proj.weight, mlp.down_proj.weight}"
+    experts = [f"layers.{i}.experts.{e}.{w}" for i in (0, 1, 3) for e in range(8) for w in "ab"]
+    assert names_text(experts) == "layers.0-1,3.experts.0-7.{a, b}"
+    assert names_text(["head.weight", "h.1:add#0", "h.2:add#0"]) == "head.weight, h.1-2:add#0"

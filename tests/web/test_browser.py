@@ -1,137 +1,98 @@
-"""Every view of a report in a browser: drawn, without a request or an error, by keyboard, too."""
+"""Every view of any report in a browser: drawn, without a request or an error, by keyboard, too.
 
-import shutil
+    pytest tests/web --report FILE [--report FILE]
+
+drives given files; without it, a small report, a pipeline, stages that branch, and two plans.
+"""
+
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 pytest.importorskip("playwright", reason="the browser is driven by playwright")
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
-from parloom.comparators.baselines import data_parallel, fsdp, megatron
-from parloom.notebook import Report
-from parloom.report.page.html import page
-from parloom.report.page.sides import Side
-from tests.dist.test_explain_pipelines import case_of as pipeline_of
-from tests.unit.explained import case_of
-from tests.unit.graphs import stack
-from tests.unit.pages import CLUSTER, document_of, side_of
+from tests.web.driven import CHROMIUM, SCHEMES, VIEWS, Seen, is_drawn
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if CHROMIUM is None:
     pytest.skip("no chromium on this machine", allow_module_level=True)
 
-# No sandbox for root; no requests of its own; containers may have little shared memory and no GPU.
-FLAGS = [
-    "--no-sandbox",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-dev-shm-usage",
-    "--disable-gpu",
-    "--disable-sync",
-    "--no-first-run",
-]
-
-GRAPH = stack(3)
-ROW = {"cluster": "C", "name": "p", "peak_bytes": 2**30, "mfu": 0.4, "reason": None}
-FRONT = {
-    "work": {"unit": "token"},
-    "prices": [
-        {"device": "d", "price_per_hour": 2.1, "price_source": "given", "price_date": "today"}
-    ],
-    "rows": [
-        ROW
-        | {"devices": f"{n} of C", "num_devices": n, "step_s": 1 / n, "pareto": n != 2}
-        | {"cost": {"usd": 9.0 + n, "days": 8 / n, "usd_per_step": 1e-6 * n}}
-        for n in (1, 2, 4)
-    ],
-}
-REPORTS = ("one", "pipeline", "two")
-VIEWS = ("decided", "model", "devices", "step", "memory", "traffic", "why")
+MOST_BYTES = 5_000_000
+# Of each list of choices so many are tried.
+MOST_CHOICES = 6
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reports of a plan of one stage, of a pipeline, and of two plans."""
-    found = tmp_path_factory.mktemp("reports")
-    (data,), (zero,) = data_parallel(GRAPH, CLUSTER), fsdp(GRAPH, CLUSTER)
-    tensor = next(p for p in megatron(GRAPH, CLUSTER) if p.mesh["tensor"].size == 4)
-    others = {"fsdp": case_of(GRAPH, CLUSTER, zero, "fsdp")}
-    pipeline = pipeline_of("dlrm", seed=3)
-    sides = {
-        "one": [replace(side_of(GRAPH, tensor, others), front=FRONT)],
-        "pipeline": [Side("pipeline.json", pipeline, lambda *_: pipeline.timeline, {})],
-        "two": [side_of(GRAPH, tensor), side_of(GRAPH, data, path="other.json")],
-    }
-    for name, own in sides.items():
-        (found / f"{name}.html").write_text(page(document_of(*own)), encoding="utf-8")
-    return found
-
-
-@pytest.fixture(scope="module")
-def browser(folder: Path) -> Iterator[Browser]:
-    """A browser that starts when the reports are written: what plans them may fork."""
-    with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield found
-        found.close()
-
-
-class Seen:
-    """An open report, with all that went wrong on it."""
-
-    def __init__(self, browser: Browser, path: Path, **context: object) -> None:
-        self.page: Page = browser.new_page(**context)  # type: ignore[arg-type]
-        self.faults: list[str] = []
-        self.page.on("console", lambda m: self.faults.append(m.text) if m.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("request", self._requested)
-        self.page.goto(path.as_uri())
-
-    def _requested(self, request: object) -> None:
-        url = str(getattr(request, "url", ""))
-        if not url.startswith("file:"):
-            self.faults.append(f"request {url}")
-
-
-@pytest.fixture(params=REPORTS)
-def seen(request: pytest.FixtureRequest, browser: Browser, folder: Path) -> Iterator[Seen]:
-    found = Seen(browser, folder / f"{request.param}.html")
-    found.page.wait_for_selector("figure canvas")
+@pytest.fixture
+def seen(any_report: Path, browser: Browser) -> Iterator[Seen]:
+    found = Seen(browser, any_report)
     yield found
     found.page.close()
 
 
-def test_every_view_is_drawn_without_a_fault(seen: Seen) -> None:
+def test_it_is_one_small_file(
+    any_report: Path, seen: Seen, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = any_report.stat().st_size
+    assert size < MOST_BYTES
+    if request.config.getoption("--report"):
+        with capsys.disabled():
+            print(f"\n{any_report.name}: {size / 1e6:.2f} MB, open in {seen.opened_s:.2f} s")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_view_is_drawn_without_a_fault(seen: Seen, scheme: str) -> None:
+    seen.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     for view in VIEWS:
         assert seen.page.locator(f"section#{view} h2").count() == 1, view
         assert seen.page.locator(f"header a[href='#{view}']").count() == 1
     charts = seen.page.locator(".chart").all()
     assert len(charts) >= 4
-    for chart in charts:
-        assert _is_drawn(chart), chart.get_attribute("aria-label")
-    seen.page.set_viewport_size({"width": 700, "height": 900})
-    seen.page.emulate_media(color_scheme="dark")
-    seen.page.wait_for_timeout(300)
+    titles = [chart.locator("xpath=..//details/summary").inner_text() for chart in charts]
+    for chart, title in zip(charts, titles, strict=True):
+        assert title == f"{chart.get_attribute('aria-label')}: data as a table"
+    for width in (1280, 480):
+        seen.page.set_viewport_size({"width": width, "height": 900})
+        seen.page.wait_for_timeout(300)
+        for chart in charts:
+            assert is_drawn(chart), chart.get_attribute("aria-label")
     assert seen.faults == []
 
 
-def _is_drawn(chart: object) -> bool:
-    """Whether a canvas has points of some color."""
-    script = """element => {
-        const canvas = element.querySelector('canvas');
-        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
-        return data.some(value => value > 0);
-    }"""
-    return bool(chart.evaluate(script))  # type: ignore[attr-defined]
+def test_what_a_pointer_is_over_is_told_without_a_fault(seen: Seen) -> None:
+    for chart in seen.page.locator(".chart").all():
+        chart.scroll_into_view_if_needed()
+        box = chart.bounding_box()
+        assert box is not None
+        for column in range(1, 12):
+            for row in range(1, 8):
+                x, y = box["width"] * column / 12, box["height"] * row / 8
+                seen.page.mouse.move(box["x"] + x, box["y"] + y)
+    assert seen.faults == []
+
+
+def test_every_choice_is_drawn_without_a_fault(seen: Seen) -> None:
+    for chosen in seen.page.locator("section select").all():
+        chart = chosen.locator("xpath=ancestor::div[contains(@class, 'plan')]").locator(".chart")
+        for index in range(min(MOST_CHOICES, chosen.locator("option").count())):
+            chosen.select_option(index=index)
+            assert is_drawn(chart.first)
+    assert seen.faults == []
+
+
+def test_nothing_is_wider_than_the_page(seen: Seen) -> None:
+    """Also on a phone: what is wider scrolls in a box of its own."""
+    for width in (1280, 480):
+        seen.page.set_viewport_size({"width": width, "height": 900})
+        seen.page.wait_for_timeout(300)
+        wide = seen.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width
 
 
 def test_every_chart_has_its_data_as_a_table_by_keyboard(seen: Seen) -> None:
-    for figure in seen.page.locator("figure").all():
+    figures = seen.page.locator("figure").all()
+    assert len(figures) == seen.page.locator(".chart").count()
+    for figure in figures:
         summary = figure.locator("summary")
         summary.focus()
         seen.page.keyboard.press("Enter")
@@ -154,78 +115,25 @@ def test_a_card_opens_and_closes_by_keyboard(seen: Seen) -> None:
     assert seen.faults == []
 
 
-def test_a_parameter_is_found_by_a_part_of_its_name(browser: Browser, folder: Path) -> None:
-    seen = Seen(browser, folder / "one.html")
-    finder = seen.page.get_by_role("searchbox").first
-    finder.fill("head.w")
-    found = seen.page.locator(".found button")
-    assert found.all_text_contents() == ["head.weight"]
-    found.first.focus()
-    seen.page.keyboard.press("Enter")
-    card = seen.page.locator("aside.card")
-    assert card.locator("h2").text_content() == "head.weight"
-    assert card.get_by_text("How it is stored, and how much of it on each device").count() == 1
-    finder.fill("no such name")
-    assert "no operator or parameter" in (seen.page.locator(".found").text_content() or "")
-    assert seen.faults == []
-    seen.page.close()
-
-
 def test_nothing_serious_for_those_who_do_not_see_it(seen: Seen) -> None:
     seen.page.evaluate("document.querySelectorAll('details').forEach(one => (one.open = true))")
-    schemes: tuple[Literal["light", "dark"], ...] = ("light", "dark")
-    for scheme in schemes:
-        seen.page.emulate_media(color_scheme=scheme)
-        found = Axe().run(seen.page).response["violations"]
-        serious = [v for v in found if v["impact"] in ("serious", "critical")]
-        assert [(v["id"], v["nodes"][0]["html"]) for v in serious] == []
+    assert seen.serious() == []
 
 
-def test_a_planted_request_is_blocked(browser: Browser, folder: Path, tmp_path: Path) -> None:
-    """The policy of the page holds: neither another script nor a request of the page's own runs."""
-    text = (folder / "one.html").read_text(encoding="utf-8")
-    planted = "<script>document.title='planted'; fetch('https://example.org/')</script></body>"
-    path = tmp_path / "planted.html"
-    path.write_text(text.replace("</body>", planted), encoding="utf-8")
-    found = Seen(browser, path)
-    found.page.wait_for_selector("figure canvas")
-    assert found.page.title() != "planted"
-    blocked = "() => fetch('https://example.org/').then(() => 'sent', () => 'blocked')"
-    assert found.page.evaluate(blocked) == "blocked"
-    assert any("Content Security Policy" in fault for fault in found.faults)
-    found.page.close()
-
-
-def test_in_a_notebook_it_is_drawn_in_a_frame(
-    browser: Browser, folder: Path, tmp_path: Path
-) -> None:
-    """Sandboxed, as the text of a frame of another page, without a request or an error."""
-    document = document_of(side_of(GRAPH, next(data_parallel(GRAPH, CLUSTER))))
-    path = tmp_path / "notebook.html"
-    path.write_text(f"<!doctype html>{Report(document)._repr_html_()}", encoding="utf-8")
-    found = Seen(browser, path)
-    frame = found.page.frame_locator("iframe")
-    frame.locator("figure canvas").first.wait_for()
+def test_without_javascript_there_is_a_summary(browser: Browser, any_report: Path) -> None:
+    found = Seen(browser, any_report, javascript=False)
+    for title in ("What was decided", "Where the step goes", "Memory at the peak", "Assumed"):
+        assert found.page.get_by_text(title).first.is_visible(), title
+    assert found.page.locator("figure").count() == 0
     assert found.faults == []
     found.page.close()
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_without_javascript_there_is_a_summary(browser: Browser, folder: Path, name: str) -> None:
-    context = browser.new_context(java_script_enabled=False)
-    shown = context.new_page()
-    shown.goto((folder / f"{name}.html").as_uri())
-    assert shown.get_by_text("What was decided").first.is_visible()
-    assert shown.get_by_text("Memory at the peak").first.is_visible()
-    context.close()
-
-
-def test_a_browser_that_cannot_unpack_says_so(browser: Browser, folder: Path) -> None:
-    shown = browser.new_page()
-    shown.add_init_script("delete globalThis.DecompressionStream")
-    shown.goto((folder / "one.html").as_uri())
-    fault = shown.get_by_role("alert")
-    fault.wait_for()
-    assert "DecompressionStream" in (fault.text_content() or "")
-    assert shown.get_by_text("Memory at the peak").first.is_visible()
-    shown.close()
+def test_nothing_serious_in_the_summary(browser: Browser, any_report: Path) -> None:
+    """As it stays where the page's program ends: axe-core itself needs JavaScript."""
+    found = Seen(browser, any_report, before="delete globalThis.DecompressionStream")
+    assert "DecompressionStream" in (found.page.get_by_role("alert").text_content() or "")
+    assert found.page.get_by_text("Memory at the peak").first.is_visible()
+    assert found.serious() == []
+    assert found.faults == []
+    found.page.close()

@@ -1,9 +1,7 @@
 import { BarChart, CustomChart, GraphChart, HeatmapChart, LineChart } from "echarts/charts";
 import {
-  AriaComponent,
   DataZoomComponent,
   GridComponent,
-  LegendComponent,
   MarkLineComponent,
   TooltipComponent,
   VisualMapComponent,
@@ -14,7 +12,6 @@ import { CanvasRenderer } from "echarts/renderers";
 import { details, h } from "./dom";
 
 echarts.use([
-  AriaComponent,
   BarChart,
   CanvasRenderer,
   CustomChart,
@@ -22,7 +19,6 @@ echarts.use([
   GraphChart,
   GridComponent,
   HeatmapChart,
-  LegendComponent,
   LineChart,
   MarkLineComponent,
   TooltipComponent,
@@ -31,15 +27,30 @@ echarts.use([
 
 export type Option = echarts.EChartsCoreOption;
 export type Params = { dataIndex: number; dataType?: string; seriesIndex: number; value: unknown };
-type Make = (width: number, height: number) => Option;
+/** Names and colors of what is drawn, as a list below the chart. */
+export type Key = [string, string][];
+type Make = (width: number, height: number) => Option & { key?: Key };
 type Click = (params: Params) => void;
 
-/** Colors that are told apart by those who see no red or green (Okabe and Ito, 2008). */
-export const COLORS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100", "#7f7f7f"];
+/** Colors that are told apart by those who see no red or green (Okabe and Ito, 2008); then as many more. */
+export const COLORS = [
+  ...["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b3a100", "#7f7f7f"],
+  ...["#882255", "#44aa99", "#6f5fc6", "#aa7744", "#8fbc5a", "#e58a8a", "#2f6f4f", "#b8b8d8"],
+];
 const drawn: Chart[] = [];
 
 export function isDark(): boolean {
   return matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+export function colorOf(index: number): string {
+  return COLORS[index % COLORS.length]!;
+}
+
+/** Letters that are read on a color, `#rrggbb` or `rgb(r,g,b)`. */
+export function lettersOn(color: string): string {
+  const parts = color.startsWith("#") ? [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16)) : color.match(/\d+/g)!.map(Number);
+  return parts[0]! * 0.299 + parts[1]! * 0.587 + parts[2]! * 0.114 > 125 ? "#111" : "#fff";
 }
 
 /** Text and lines of charts, as the page has them. */
@@ -57,7 +68,6 @@ function common(): Option {
     color: COLORS,
     backgroundColor: "transparent",
     textStyle: { color: text, fontFamily: "system-ui, sans-serif" },
-    aria: { enabled: true },
     tooltip: {
       renderMode: "richText",
       confine: true,
@@ -72,6 +82,7 @@ function common(): Option {
 export class Chart {
   readonly element: HTMLElement;
   private readonly canvas: HTMLElement;
+  private readonly key = h("ul", { class: "key" });
   private chart: echarts.ECharts | null = null;
 
   constructor(
@@ -83,14 +94,15 @@ export class Chart {
   ) {
     this.canvas = h("div", { class: "chart", role: "img", "aria-label": label });
     this.canvas.style.height = `${height}px`;
-    this.element = h("figure", {}, this.canvas, details(`${label}: data as a table`, data));
+    this.element = h("figure", {}, this.canvas, this.key, details(`${label}: data as a table`, data));
     drawn.push(this);
   }
 
   /** Draw it, once it is on the page. */
   draw(): void {
     this.chart ??= echarts.init(this.canvas, null, { renderer: "canvas" });
-    const own = this.make(this.canvas.clientWidth, this.canvas.clientHeight);
+    const { key, ...own } = this.make(this.canvas.clientWidth, this.canvas.clientHeight);
+    this.key.replaceChildren(...(key ?? []).map(([name, color]) => keyEntry(name, color)));
     const shared = common();
     const tooltip = { ...(shared.tooltip as object), ...((own.tooltip as object) ?? {}) };
     this.chart.setOption({ ...shared, ...own, tooltip }, { notMerge: true });
@@ -103,14 +115,23 @@ export class Chart {
     this.make = make;
     if (height !== null) {
       this.canvas.style.height = `${height}px`;
-      this.resize();
+      this.chart?.resize();
     }
     this.draw();
   }
 
+  /** In the size that it has now: what is drawn depends on the width. */
   resize(): void {
-    this.chart?.resize();
+    if (this.chart === null) return;
+    this.chart.resize();
+    this.draw();
   }
+}
+
+function keyEntry(name: string, color: string): HTMLElement {
+  const swatch = h("span", { class: "swatch", "aria-hidden": "true" });
+  swatch.style.background = color;
+  return h("li", {}, swatch, name);
 }
 
 /** Draw all charts, and again where colors or sizes change. */

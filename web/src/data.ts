@@ -144,13 +144,12 @@ export interface Steps {
 
 export interface Memory {
   components: string[];
-  limit_bytes: number;
-  device_bytes: number;
   during: { action: string; module: string; operator: string };
   step_s: number;
   processes: {
     name: string;
     peak_bytes: number;
+    limit_bytes: number;
     at_peak: Record<string, number>;
     lines: number[][];
     largest: { component: string; name: string; count: number; bytes: number }[];
@@ -182,6 +181,7 @@ export interface Network {
     busy_s: number;
     share: number;
   }[];
+  parts: { device: string; levels: { name: string; size: number }[] }[];
   groups: {
     name: string;
     devices: [number, number];
@@ -215,6 +215,7 @@ export interface Summary {
   cluster: string;
   method: string;
   num_microbatches: number;
+  num_stages: number;
   schedule: string;
   price_per_hour: number | null;
   price_per_step: number | null;
@@ -222,7 +223,11 @@ export interface Summary {
   status: string;
   model_flops: number;
   mfu: number | null;
-  samples: number | null;
+  work: { unit: string; in_step: number };
+  samples: number;
+  at_once: number;
+  parameters: number;
+  parloom: string;
 }
 
 /** The best plan on some devices of a cluster. */
@@ -243,8 +248,24 @@ export interface Front {
   prices: { device: string; price_per_hour: number | null; price_source: string; price_date: string }[];
 }
 
+/** What a rewrite saves, or the reason why there is no such plan without it. */
+type Saved =
+  | { reason: null; saved_s: number; saved_sent_bytes: number; saved_peak_bytes: number }
+  | { reason: string; saved_s: null; saved_sent_bytes: null; saved_peak_bytes: null };
+
+export type Rewrite = Saved & {
+  rules: string[];
+  proof: string;
+  where: string;
+  before: string[];
+  after: string[];
+  stages: { name: string; saved_computing_s: number; saved_peak_bytes: number }[];
+  changed: string[];
+};
+
 export interface Plan {
   path: string;
+  is_file: boolean;
   title: string;
   model: string;
   summary: Summary;
@@ -255,7 +276,7 @@ export interface Plan {
   notes: string[];
   command: string;
   causes: (Cause & { ps: number })[];
-  graph: { whole_s: number; functions: GraphFunction[] };
+  graph: { functions: GraphFunction[] };
   cards: Record<string, Card>;
   network: Network;
   steps: Steps;
@@ -263,17 +284,8 @@ export interface Plan {
   alternatives: { name: string; step_s: number; peak_bytes: number; fits: boolean; is_plan: boolean }[];
   front: Front | null;
   why_not: Versus[];
-  rewrites: {
-    rules: string[];
-    proof: string;
-    where: string;
-    before: string[];
-    after: string[];
-    saved_s: number;
-    saved_sent_bytes: number;
-    saved_peak_bytes: number;
-  }[];
-  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number }[];
+  rewrites: Rewrite[];
+  stages: { items: string[]; devices: string; microbatches: number[]; at_once: number; reads: number[] }[];
 }
 
 export interface Report {

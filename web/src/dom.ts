@@ -17,6 +17,7 @@ export type Cell = string | Node | { value: string; share: number };
 
 /** A table; numbers are cells with a bar of their share behind them. */
 export function table(caption: string, head: string[], rows: Cell[][]): HTMLElement {
+  if (!rows.length) return h("p", { class: "dim" }, `${caption}: none.`);
   const body = rows.map((row) =>
     h("tr", {}, ...row.map((cell, index) => tableCell(cell, index === 0))),
   );
@@ -39,7 +40,7 @@ function tableCell(cell: Cell, isFirst: boolean): HTMLElement {
 
 /** A list of lines. */
 export function list(lines: string[]): HTMLElement {
-  return h("ul", {}, ...lines.map((line) => h("li", {}, line)));
+  return h("ul", {}, ...lines.map((line) => h("li", {}, line.replaceAll(" -> ", " \u2192\u00a0"))));
 }
 
 /** Something that opens on demand. */

@@ -10,6 +10,7 @@ import { devices, traffic } from "./views/network";
 import { step } from "./views/step";
 import { summary } from "./views/summary";
 import { compared, why } from "./views/why";
+import { words } from "./views/words";
 
 type View = (plan: Plan, selection: Selection) => HTMLElement[];
 const VIEWS: [string, string, View][] = [
@@ -45,6 +46,8 @@ function draw(report: Report): void {
     const grid = h("div", { class: beside ? "beside" : "" }, ...columns);
     body.append(h("section", { id }, h("h2", {}, title), grid));
   }
+  bar.append(h("li", {}, h("a", { href: "#words" }, "Words")));
+  body.append(h("section", { id: "words" }, h("h2", {}, "Words of this page"), ...words()));
   const cards = cardPanel(report.plans, selections);
   const titles = report.plans.map((plan) => h("h1", {}, plan.title));
   page.replaceChildren(h("header", {}, ...titles, h("nav", { "aria-label": "Views" }, bar)), body, cards);

@@ -3,8 +3,8 @@ and collectives that overrides the formulas where it has them.
 
 A prediction has a source. `spec`: rates of data sheets. `calibrated`: rates, launches and
 collectives that were measured. `measured`: nine tenths of the operators' time besides come from the
-table. Each has an error band, which is how far predictions of that source were off where they were
-compared with real steps.
+table, and of several ranks collectives were measured, too. Each has an error band, which is how far
+predictions of that source were off where they were compared with real steps.
 """
 
 import math
@@ -259,8 +259,9 @@ def _between(curve: Sequence[Point], x: float, *, extend: bool = False) -> float
 
 
 ALONE = (
-    "measured by one process: links, and what ranks take from each other, are from data sheets;"
-    " calibrate with as many ranks as the plan has (torchrun ... -m parloom calibrate --plan PLAN)"
+    "operators are measured, by one process; links, and what ranks take from each other, are"
+    " assumed as in data sheets: calibrate with as many ranks as the plan has (torchrun ... -m"
+    " parloom calibrate --plan PLAN)"
 )
 
 
@@ -369,11 +370,15 @@ def source_of(
                 found = kernels.seconds(local_operator(item, pcg.mesh))
                 times[found.source] += found.forward_s + found.backward_s
     whole = sum(times.values())
-    name = MEASURED if whole and times[MEASURED] >= MEASURED_SHARE * whole else CALIBRATED
+    several = sum(pcg.decisions.num_ranks for pcg in pcgs) > 1
+    # Where no collective was measured, what is sent between ranks is of data sheets.
+    has_links = not several or bool(calibration.collectives or calibration.types)
+    is_measured = bool(whole) and times[MEASURED] >= MEASURED_SHARE * whole and has_links
+    name = MEASURED if is_measured else CALIBRATED
     error = math.hypot(error_of(name, kernels.device), calibration.error)
     notes = [f"calibrated on another machine ({line})" for line in different]
     unknown = [bool(notes)]
-    if calibration.num_ranks == 1 and sum(pcg.decisions.num_ranks for pcg in pcgs) > 1:
+    if calibration.num_ranks == 1 and several:
         notes.append(ALONE)
         unknown.append(True)
     error = math.hypot(error, *(error_of(SPEC, kernels.device) * more for more in unknown))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
 from parloom.cost.tasks import COMPONENTS, COMPUTE, Load, Placed
+from parloom.ir.graph import below
 from parloom.ir.plan import Prediction
 
 # What a device of a pipeline waits for between actions: messages of other stages, gradients of
@@ -221,20 +222,20 @@ def slices(span: Span, process: int = 0) -> Iterator[Slice]:
     """
     for piece in span.played.pieces:
         segment, start = piece.placed.segment, span.start_ps + piece.start_ps
-        prefix = f"{piece.placed.prefix}." if piece.placed.prefix else ""
+        prefix = piece.placed.prefix
         slowed = dict(piece.outcome.slowed[0])
         listed = zip(segment.instructions, segment.notes, piece.outcome.starts[0], strict=True)
         for index, (instruction, note, at) in enumerate(listed):
             if isinstance(instruction, Run) and instruction.ps:
                 begin = start + at
-                name = f"{prefix}{note.name}"
+                name = below(prefix, note.name)
                 end = begin + instruction.ps + slowed.get(index, 0)
                 yield Slice(process, COMPUTE, name, note.kind, begin, end)
         for moved in piece.outcome.moved:
             if moved.end_ps > moved.start_ps:
                 key = piece.names.get(moved.key, moved.key)
                 kind, _, name = key.partition("|")
-                name = name if moved.key in piece.names else f"{prefix}{name}"
+                name = name if moved.key in piece.names else below(prefix, name)
                 begin, end = start + moved.start_ps, start + moved.end_ps
                 yield Slice(process, moved.channel, name, kind, begin, end)
 
@@ -269,12 +270,20 @@ def memory_line(span: Span) -> Iterator[tuple[int, int, int]]:
 
 
 def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
-    """Per component, the most that is held in each of `columns` equal parts of the step."""
+    """Per component, what is held in each of `columns` equal parts of the step when all of them
+    together hold most, so that the lines of the components add up.
+    """
     device = timeline.processes[process]
     held = list(device.base)
-    lines = [[size] + [0] * (columns - 1) for size in held]
+    found = [tuple(held)] + [(0,) * len(held)] * (columns - 1)
+    most = [sum(held)] + [-1] * (columns - 1)
     length = max(1, timeline.step_ps)
     filled = 0
+
+    def note(column: int) -> None:
+        together = sum(held)
+        if together > most[column]:
+            most[column], found[column] = together, tuple(held)
 
     def at(when: int) -> int:
         """The column of a time, after everything before it has been filled in."""
@@ -282,8 +291,7 @@ def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
         column = min(columns - 1, when * columns // length)
         while filled < column:
             filled += 1
-            for line, size in zip(lines, held, strict=True):
-                line[filled] = max(line[filled], size)
+            note(filled)
         return column
 
     detailed = sum(span.played.num_instructions for span in device.spans) <= MAX_INSTRUCTIONS
@@ -292,17 +300,17 @@ def sampled(timeline: Timeline, process: int, columns: int) -> list[list[int]]:
         for when, component, size in memory_line(span) if known else _outline(span):
             column = at(when)
             held[component] += size
-            lines[component][column] = max(lines[component][column], held[component])
+            note(column)
     at(length)
-    return lines
+    return [list(line) for line in zip(*found, strict=True)]
 
 
 def _outline(span: Span) -> Iterator[tuple[int, int, int]]:
     """The memory of an action of which only its peak and what stays are to be shown."""
     memory, end = span.played.memory, span.start_ps + span.played.ps
-    for component, (peak, net) in enumerate(zip(memory.peaks, memory.net, strict=True)):
-        if peak or net:
-            yield span.start_ps, component, peak
-    for component, (peak, net) in enumerate(zip(memory.peaks, memory.net, strict=True)):
-        if peak or net:
-            yield end, component, net - peak
+    for component, (size, net) in enumerate(zip(memory.at_peak, memory.net, strict=True)):
+        if size or net:
+            yield span.start_ps, component, size
+    for component, (size, net) in enumerate(zip(memory.at_peak, memory.net, strict=True)):
+        if size or net:
+            yield end, component, net - size

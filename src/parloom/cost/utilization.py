@@ -27,7 +27,7 @@ def model_flops(graph: Graph) -> float:
 
 
 def utilization(
-    graph: Graph, devices: Iterable[tuple[Device, int]], step_s: float, steps: int = 1
+    graph: Graph, devices: Iterable[tuple[Device, int]], step_s: float, steps: int
 ) -> float | None:
     """The share of what devices of these types and numbers could do that the model needs (MFU);
     `graph` is one of `steps` equal parts of the step. None where a step takes no time.

@@ -15,13 +15,14 @@ from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
 from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
-from parloom.ir.plan import NO_OPTIMIZER, Plan
+from parloom.ir.plan import FORMAT, NO_OPTIMIZER, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.regular_parts import used_cluster
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 
 ELSEWHERE = "choose another folder with --out"
+BEGINNING = 200  # bytes of a file that say what it is
 MOST_PLAN_BYTES = 64 * MIB  # a program of a thousand layers has two
 
 
@@ -46,6 +47,13 @@ def check_folder(folder: Path) -> None:
         for path in made:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+def check_file(path: Path, advice: str = ELSEWHERE) -> None:
+    """Raise `InputError` unless a file can be written to `path`; what is there stays as it is."""
+    if path.exists() and not path.is_file():  # a rename would put a file in place of a device
+        raise InputError(f"cannot write {path}: it is no regular file; {advice}")
+    check_folder(path.parent)
 
 
 def default_folder(model: str, cluster: str, plan: Plan) -> Path:
@@ -85,6 +93,17 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from None
     return path
+
+
+def is_plan(path: Path) -> bool:
+    """Whether it is a plan's folder, or a file that says that it is a plan."""
+    if path.is_dir():
+        return (path / "plan.json").is_file()
+    try:
+        with path.open("rb") as file:
+            return f'"{FORMAT}"'.encode() in file.read(BEGINNING)
+    except OSError:
+        return False
 
 
 def read_plan(path: Path) -> Plan:

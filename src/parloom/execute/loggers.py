@@ -5,7 +5,7 @@ A tool is named as `NAME` or `NAME:WHERE` (a folder, project or experiment), and
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -110,10 +110,18 @@ def begun(names: Sequence[str], settings: Settings) -> list["Guarded"]:
         try:
             found.append(Guarded(name, begin(where, settings)))
         except ImportError as error:
+            _end(found)
             raise InputError(f"logger {name}: {error}; try: pip install {package}") from error
         except Exception as error:  # whatever a tool raises where it cannot begin
+            _end(found)
             raise InputError(f"logger {name}: {type(error).__name__}: {one_line(error)}") from error
     return found
+
+
+def _end(begun_before: Iterable["Guarded"]) -> None:
+    """Close what began before another one did not."""
+    for logger in begun_before:
+        logger.close()
 
 
 class Guarded:

@@ -90,11 +90,13 @@ def out_of_memory(plan: Plan, rank: int, step: int, seen: Seen, file: Path | Non
 
 
 def replanned(plan: Plan, seen: Seen) -> str:
-    """The command that plans for as much less as the step needed more than was predicted."""
+    """The command that plans for as much less as the step needed more than was predicted, and for
+    less than this plan takes.
+    """
     others = tuple(c for c in plan.constraints if not c.text.startswith(MEMORY))
     there = min(seen.device_bytes, load_cluster(plan.cluster).device.memory_bytes)
     more = max(1.0, seen.needed_bytes / _peak(plan)) if _peak(plan) else 1.0
-    limit = int(there * SAFETY / more) // MIB
+    limit = int(SAFETY * min(there / more, _peak(plan) or there)) // MIB
     if plan.source.is_live:
         return f"parloom.plan(..., memory='{limit}MiB')"
     return f"{replace(plan, constraints=others).command()} {MEMORY}{limit}MiB"

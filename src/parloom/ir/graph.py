@@ -296,6 +296,11 @@ def node_key(prefix: str, node: Node) -> str:
     return f"{path}:{node.op}#{node.index}"
 
 
+def below(prefix: str, key: str) -> str:
+    """A key below a prefix, as plans write it."""
+    return f"{prefix}{'.' if prefix and not key.startswith(':') else ''}{key}"
+
+
 def iter_refs(args: tuple[Arg, ...]) -> Iterator[str]:
     """Names of all values mentioned in `args`, depth first."""
     for arg in args:

@@ -249,6 +249,11 @@ class Decisions:
         """Whether the program is that of one of several microbatches, each by itself."""
         return self.batch_semantics == MICROBATCH and self.num_microbatches > 1
 
+    @property
+    def apart(self) -> int:
+        """How many equal parts of a step the program is one of."""
+        return self.num_microbatches if self.accumulates else 1
+
     def node(self, key: str) -> NodeDecision | None:
         return next((n for n in self.nodes if n.key == key), None)
 
@@ -442,6 +447,19 @@ class Plan(Shown):
         if not self.bound_s or self.prediction is None:
             return None
         return (self.prediction.step_s - self.bound_s) / self.bound_s
+
+    def is_of(self, other: Alternative) -> bool:
+        """Whether a candidate has the step and the peak that are predicted of the plan."""
+        found = self.prediction
+        return found is not None and (found.step_s, found.peak_bytes) == (
+            other.step_s,
+            other.peak_bytes,
+        )
+
+    @property
+    def name(self) -> str:
+        """As its candidate is called in tables; its method where that is not recorded."""
+        return next((other.name for other in self.alternatives if self.is_of(other)), self.method)
 
     def report(self, run: str | None = None) -> Any:
         """The page of `parloom report`, inside a notebook or to be saved; `run` is a run's log."""

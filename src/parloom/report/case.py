@@ -13,6 +13,8 @@ from parloom.cost.shares import Runs, Share, runs, shares
 from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.cost.step import Priced
 from parloom.cost.timeline import Timeline
+from parloom.ir.factors import Factored, factorize
+from parloom.ir.graph import below
 from parloom.ir.lower_stages import LoweredStages, group_lists
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG, PCall, PFunction
@@ -119,10 +121,10 @@ class Case(Step):
     pcg: PCG
     priced: Priced
 
-    @property
-    def names(self) -> Names | None:
-        """What the factors of operators are called, where more is known than `pcg` says."""
-        return None
+    @cached_property
+    def names(self) -> Names:
+        """What the factors of operators are called."""
+        return names_of(self.pcg.graph)
 
     @property
     def mesh(self) -> Mesh:
@@ -166,14 +168,32 @@ class Case(Step):
         return found
 
     @cached_property
+    def factored(self) -> Factored:
+        return factorize(self.pcg.graph)
+
+    @cached_property
+    def assigned(self) -> Mapping[str, Mapping[str, str]]:
+        """By operator what each axis splits of it, in words."""
+        found: dict[str, dict[str, str]] = {}
+        for flat, axis, what in named_ways(self.pcg.graph, self.decisions, self.names):
+            found.setdefault(flat.key, {})[axis] = what
+        return found
+
+    @cached_property
+    def makers(self) -> Mapping[str, str]:
+        """The operator that makes a value, by the value's name in the whole program."""
+        return {r: flat.key for flat in self.pcg.graph.flat() for r in flat.results}
+
+    @cached_property
     def splits(self) -> Mapping[Place, Mapping[str, Counter[str]]]:
         """What each axis splits of an operator, in words, with the number of calls."""
         main = self.pcg.graph.main.name
         found: dict[Place, dict[str, Counter[str]]] = {}
-        for flat, axis, what in named_ways(self.pcg.graph, self.decisions, self.names):
+        for flat in self.pcg.graph.flat():
             kind = MAIN if flat.function == main else flat.function
-            axes = found.setdefault((kind, flat.node.key), {})
-            axes.setdefault(axis, Counter())[what] += 1
+            for axis, what in self.assigned.get(flat.key, {}).items():
+                axes = found.setdefault((kind, flat.node.key), {})
+                axes.setdefault(axis, Counter())[what] += 1
         return found
 
     def place_of(self, name: str) -> str:
@@ -188,7 +208,7 @@ class Case(Step):
         if ":" not in key:
             return ""
         prefixes = (p for p in self.calls if self.place_of(p) == place)
-        return joined("" if place == MAIN else next(prefixes, ""), key)
+        return below("" if place == MAIN else next(prefixes, ""), key)
 
 
 @dataclass(frozen=True)
@@ -198,7 +218,7 @@ class StageCase(Case):
     pipeline: PipelineCase
     index: int
 
-    @property
+    @cached_property
     def names(self) -> Names:
         return self.pipeline.names
 
@@ -218,8 +238,3 @@ class StageCase(Case):
         stages = self.pipeline.stages
         pcgs = (pcg if i == self.index else own for i, own in enumerate(stages.pcgs))
         return replace(stages, pcgs=tuple(pcgs))
-
-
-def joined(prefix: str, key: str) -> str:
-    """A key below a prefix, as plans write it."""
-    return f"{prefix}{'.' if prefix and not key.startswith(':') else ''}{key}"

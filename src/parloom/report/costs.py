@@ -4,17 +4,23 @@ from typing import Any
 
 from parloom.cost.money import Work, usd_per_hour, usd_per_step, work_of
 from parloom.cost.units import bytes_up, format_bytes, format_dollars, format_seconds
+from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, HourlyPrice
 from parloom.ir.plan import OF_INFERENCE, Aim, Objective, Plan
 from parloom.ir.regular_parts import used_devices
+from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
 from parloom.report.fronts import cost_document, days_words, price_lines, prices_document
 
 
-def _of(plan: Plan, in_run: float | None) -> Work:
-    decisions = plan.decisions
-    apart = decisions.num_microbatches if decisions.accumulates else 1
-    return work_of(parse_graph(plan.graph), apart, in_run)
+def plan_work(plan: Plan, in_run: float | None = None) -> Work:
+    """What a step of a plan trains on, and a run where it is known."""
+    return work_of(parse_graph(plan.graph), plan.decisions.apart, in_run)
+
+
+def plan_samples(plan: Plan) -> int:
+    """The size of the batch of a step."""
+    return num_samples(factorize(parse_graph(plan.graph))) * plan.decisions.apart
 
 
 def _prices(plan: Plan, cluster: Cluster) -> list[tuple[str, HourlyPrice]]:
@@ -26,7 +32,7 @@ def plan_cost_document(
     plan: Plan, cluster: Cluster, step_s: float, in_run: float | None = None
 ) -> dict[str, Any]:
     """What a plan whose step takes `step_s` costs, in JSON values."""
-    work = _of(plan, in_run)
+    work = plan_work(plan, in_run)
     usd = usd_per_step(cluster, plan.decisions, step_s)
     return cost_document(work, step_s, usd) | {
         f"{work.unit}s_per_step": work.in_step,
@@ -44,7 +50,7 @@ def cost_lines(
     usd = usd_per_step(cluster, plan.decisions, step_s)
     if usd is None and in_run is None:
         return []
-    work, lines = _of(plan, in_run), []
+    work, lines = plan_work(plan, in_run), []
     days, run = work.days(step_s), work.usd_of_run(usd)
     if days is not None:
         money = "" if run is None else f", {format_dollars(run)}"

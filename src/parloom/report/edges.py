@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from parloom.cost.local_operators import local_operator
 from parloom.cost.shares import GATHERS, REDUCES, Runs, Share, Term, parameter_terms
 from parloom.cost.works import Exchange
-from parloom.ir.graph import DTYPE_BYTES, FlatNode
+from parloom.ir.graph import DTYPE_BYTES, FlatNode, below
 from parloom.ir.pcg import Compute, Movement, PFunction, PParameter, PValue, results_of
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_PASS
-from parloom.report.case import Case, joined
+from parloom.report.case import Case
 
 PS = 1e12
 
@@ -190,4 +190,4 @@ def _from(
     """Movements in a call that start from values of these names."""
     for share in case.shares[function.name]:
         if isinstance(share.item, Movement) and share.roots[0] in names:
-            yield joined(prefix, share.key) if share.key else "the end", share
+            yield below(prefix, share.key) if share.key else "the end", share

@@ -65,7 +65,7 @@ def bound_words(case: Case) -> str:
     stream, busy = max(ledger.busy.items(), key=lambda entry: entry[1], default=(COMPUTING, 0))
     waits = Counter({c: ps for c, ps in ledger.by_cause().items() if c.what == WAITING})
     if stream == COMPUTING:
-        text = f"bound by computing, which is {busy / step:.0%} of the step"
+        text = f"bound by computing: kernels run for {busy / step:.0%} of the step"
     else:
         text = f"bound by the links `{stream}`, which are busy for {busy / step:.0%} of the step"
     if not waits:

@@ -5,7 +5,7 @@ from typing import Any
 
 from parloom.cost.ledger import MAIN
 from parloom.cost.timeline import Timeline
-from parloom.ir.factors import Factored, factorize
+from parloom.ir.factors import Factored
 from parloom.ir.graph import FlatNode, Input, TensorSpec
 from parloom.ir.layout import Layout, describe, local_shape
 from parloom.ir.pcg import PCG, Compute, PParameter
@@ -27,7 +27,7 @@ from parloom.report.edges import (
 from parloom.report.explain import Document, storage_words
 from parloom.report.grid import chunks, grid
 from parloom.report.names import Below, Named, Tensor
-from parloom.report.naming import named_ways
+from parloom.report.naming import split_words
 from parloom.report.versus import causes, why
 from parloom.search.runner_up import MOST, Way, Ways, assignment_of, operator_ways, parameter_ways
 
@@ -39,7 +39,7 @@ def name_explained(case: Case, named: Named, play: Play, most: int = MOST) -> Do
     """What a name is, as JSON values; `play` simulates another plan of the same graph, of which
     `most` are made for an operator or a parameter.
     """
-    factored = factorize(case.pcg.graph)
+    factored = case.factored
     if isinstance(named, Below):
         return _module(case, named, factored)
     if isinstance(named, FlatNode):
@@ -60,7 +60,7 @@ def name_explained(case: Case, named: Named, play: Play, most: int = MOST) -> Do
 def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play, most: int) -> Document:
     rule = factored.rule(flat.function, flat.node)
     assignment = dict(assignment_of(case.decisions, flat.key))
-    words = _splits(case, case.pcg, case.decisions, flat.key)
+    words = dict(case.assigned.get(flat.key, {}))
     computed = [s for s in own_shares(case, flat) if s.moves is None]
     ways = operator_ways(factored, case.pcg, case.priced.walker, flat, case.fits, play, most)
     runs = runs_of(case, flat)
@@ -96,18 +96,17 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play, most: 
         "flops": flops(case, computed),
         "bound_by": bound_of(case, flat),
         "terms": [_term(term) for term in terms],
-        **_ways(case, ways, flat.key),
+        **_ways(case, ways, flat),
     }
 
 
 def _operands(case: Case, flat: FlatNode, factored: Factored) -> Iterator[Document]:
     names = {entry.value.name: entry for entry in case.pcg.graph.inputs}
-    makers = {r: other.key for other in case.pcg.graph.flat() for r in other.results}
     specs = case.pcg.graph.by_name.get(flat.function, case.pcg.graph.main).specs()
     layouts = _wanted(case, flat, factored)
     for name, flat_id, layout in zip(flat.node.refs, flat.operands, layouts, strict=True):
         entry = names.get(flat_id)
-        origin = f"{entry.kind} {entry.target}" if entry else makers[flat_id]
+        origin = f"{entry.kind} {entry.target}" if entry else case.makers[flat_id]
         yield {"from": origin} | _lies(case, name, specs[name], layout)
 
 
@@ -142,10 +141,10 @@ def _lies(case: Case, name: str, spec: TensorSpec, layout: Layout) -> Document:
     }
 
 
-def _splits(case: Case, pcg: PCG, decisions: Decisions, key: str) -> Document:
-    """Per axis what it splits of one operator, in words; of this plan or of another way."""
-    found = named_ways(pcg.graph, decisions, case.names)
-    return {axis: what for flat, axis, what in found if flat.key == key}
+def _splits(case: Case, decisions: Decisions, flat: FlatNode) -> Document:
+    """Per axis what it splits of one operator, in words, under other decisions."""
+    rule, names = case.factored.rule(flat.function, flat.node), case.names[flat.key]
+    return dict(split_words(rule, decisions.node(flat.key), names))
 
 
 def _read_parameters(case: Case, flat: FlatNode) -> list[PParameter]:
@@ -169,12 +168,12 @@ def _term(price: Price) -> Document:
 # Other ways
 
 
-def _ways(case: Case, ways: Ways, key: str = "") -> Document:
+def _ways(case: Case, ways: Ways, flat: FlatNode | None = None) -> Document:
     """The next best ways, the fastest first, with what they would cost and why."""
-    best = [_way(case, way, key) for way in ways.best]
+    best = [_way(case, way, flat) for way in ways.best]
     fitting = None
     if ways.fitting is not None and ways.fitting not in ways.best:
-        fitting = _way(case, ways.fitting, key)
+        fitting = _way(case, ways.fitting, flat)
     return {
         "ways": ways.total,
         "ways_tried": ways.tried,
@@ -184,7 +183,7 @@ def _ways(case: Case, ways: Ways, key: str = "") -> Document:
     }
 
 
-def _way(case: Case, way: Way, key: str) -> Document:
+def _way(case: Case, way: Way, flat: FlatNode | None) -> Document:
     read = case.read(way.timeline, way.pcg)
     difference = read.step_ps - case.ledger.step_ps
     rows = causes(case.ledger.by_cause(), read.by_cause())
@@ -199,8 +198,9 @@ def _way(case: Case, way: Way, key: str) -> Document:
         "fits": case.fits(way.timeline),
     }
     if isinstance(way.chosen, tuple):
+        assert flat is not None, "factors are of an operator"
         factors = {factor: list(axes) for factor, axes in way.chosen}
-        words = _splits(case, way.pcg, way.decisions, key)
+        words = _splits(case, way.decisions, flat)
         return document | {"factors": factors, "splits": words}
     stored = way.chosen.decision("")
     return document | {
@@ -315,16 +315,13 @@ def _readers(case: Case, flat_id: str, factored: Factored) -> Iterator[Document]
 def _module(case: Case, below: Below, factored: Factored) -> Document:
     """All operators and inputs below a path, with their layouts."""
     by_name = {p.input.target: p for p in case.pcg.parameters}
-    splits: dict[str, dict[str, str]] = {}
-    for flat, axis, what in named_ways(case.pcg.graph, case.decisions, case.names):
-        splits.setdefault(flat.key, {})[axis] = what
     operators = []
     for flat in below.operators:
         made = next(_results(case, flat), None)
         operators.append(
             {
                 "name": flat.key,
-                "splits": splits.get(flat.key, {}),
+                "splits": dict(case.assigned.get(flat.key, {})),
                 "layout": made["layout"] if made else "",
                 "shape": made["shape"] if made else [],
                 "step_s": sum(map(runs_of(case, flat).ps, own_shares(case, flat))) / PS,

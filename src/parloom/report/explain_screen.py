@@ -10,10 +10,11 @@ from rich.text import Text
 
 from parloom.cost.ledger import MAIN, WAITING
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.ir.graph import below
 from parloom.report.bars import bars
-from parloom.report.case import joined
 from parloom.report.explain import ALIKE, Document
 from parloom.report.grid import Grid
+from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.rows import Rows
 from parloom.report.words import memory_words
 
@@ -48,7 +49,7 @@ def plan_explained_screen(
     parts += [Text(""), Text("decided", "bold"), *(Text(f"  {line}") for line in document["words"])]
     parts += [Text(f"  asked for: {line}") for line in document["constraints"]]
     for rewrite in document["rewrites"]:
-        parts += [Text(""), *_rewrite(rewrite)]
+        parts += [Text(""), *rewrite_screen(rewrite)]
     parts += [Text(""), Text("where the step goes", "bold"), _times(document["time"])]
     parts += [Text(f"  {document['bound_by']}"), Text(""), Text("busy", "bold")]
     parts.append(_bars([(s["stream"], s["share"], s["busy_s"]) for s in document["streams"]]))
@@ -109,23 +110,6 @@ def _head(document: Document) -> list[RenderableType]:
             Text(f"no plan that was searched takes less than {least}, however well it overlaps")
         )
     return lines
-
-
-def _rewrite(rewrite: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """What is computed in another way, and what that saves."""
-    yield Text("rewrite", "bold")
-    yield Text(f"  {rewrite['where']}")
-    yield Text(f"  proof: {rewrite['proof']}")
-    yield from (Text(f"  - {line}") for line in rewrite["before"])
-    yield from (Text(f"  + {line}") for line in rewrite["after"])
-    saved = rewrite["saved_s"]
-    time = f"{format_seconds(abs(saved))} {'less' if saved >= 0 else 'more'} a step"
-    sizes = (
-        f"{format_bytes(abs(rewrite[key]))} {'less' if rewrite[key] > 0 else 'more'} {what}"
-        for key, what in (("saved_sent_bytes", "sent"), ("saved_peak_bytes", "at the peak"))
-        if rewrite[key]
-    )
-    yield Text(f"  against the plan without it: {', '.join((time, *sizes))}")
 
 
 def _mesh(document: Document) -> list[RenderableType]:
@@ -220,7 +204,7 @@ def _peak(peak: Mapping[str, Any]) -> list[RenderableType]:
     title = memory_words(peak["bytes"], peak["limit_bytes"], peak["device_bytes"])
     title = f"memory at its most: {title}"
     if peak["action"]:
-        title += f", {ACTIONS[peak['action']]} ({joined(peak['module'], peak['operator'])})"
+        title += f", {ACTIONS[peak['action']]} ({below(peak['module'], peak['operator'])})"
     full = max(1, peak["bytes"])
     held = ((name, size) for name, size in peak["memory"].items() if size)
     rows = ((name, n / full, f"{format_bytes(n)}  {n / full:.1%}") for name, n in held)

@@ -15,6 +15,7 @@ from parloom.cost.pareto import pareto_front
 from parloom.cost.units import format_bytes, format_count, format_dollars, format_seconds
 from parloom.ir.mesh import HourlyPrice
 from parloom.ir.plan import Objective, Plan
+from parloom.ir.plan_json import plan_hash
 from parloom.report.chart import Axis, Mark, chart
 from parloom.report.clusters import price_document
 from parloom.report.rows import Rows
@@ -105,13 +106,11 @@ def read_front(text: str, plan: Plan) -> dict[str, Any] | None:
         VERSION,
     ):
         raise ValueError(f"no {FORMAT} {VERSION}")
-    best = document["best"] or {"step_s": None}
-    step_s = None if plan.prediction is None else plan.prediction.step_s
-    return document if best["step_s"] == step_s else None
+    return document if document["plan_hash"] == plan_hash(plan) else None
 
 
-def front_document(front: Front, path: str | None) -> dict[str, Any]:
-    """What `plan --json` prints of several clusters; `path` is that of the best plan."""
+def front_document(front: Front, path: str | None, plan: Plan | None = None) -> dict[str, Any]:
+    """What `plan --json` prints of several clusters; `path` is that of the best `plan`."""
     pareto = front.pareto
     return {
         "format": FORMAT,
@@ -129,6 +128,7 @@ def front_document(front: Front, path: str | None) -> dict[str, Any]:
         "bound_usd_per_step": front.bound_usd,
         "interrupted": front.interrupted,
         "plan": path,
+        "plan_hash": None if plan is None else plan_hash(plan),
     }
 
 

@@ -1,5 +1,6 @@
 """Which tensors fill memory at its peak, and which values calls make again in place of keeping."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,12 +13,17 @@ LARGEST = 12
 
 
 def largest_tensors(cases: Iterable[Case]) -> list[Document]:
-    """What one device stores, and keeps for backward passes, of these stages: the largest first."""
-    held = [h for case in cases for h in holdings(case.pcg, case.priced)]
-    held.sort(key=lambda h: -h.num_bytes)
+    """What a device that runs these stages stores, and keeps for backward passes of a microbatch:
+    the largest first, tensors of one name together.
+    """
+    counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for case in cases:
+        for held in holdings(case.pcg, case.priced):
+            counts[held.component, held.name] += held.count
+            sizes[held.component, held.name] += held.num_bytes
     return [
-        {"component": h.component, "name": h.name, "count": h.count, "bytes": h.num_bytes}
-        for h in held[:LARGEST]
+        {"component": component, "name": name, "count": counts[component, name], "bytes": size}
+        for (component, name), size in sizes.most_common(LARGEST)
     ]
 
 

@@ -7,7 +7,7 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import FlatNode, Graph, TensorSpec
 from parloom.ir.ops import Rule
 from parloom.ir.ops.rule import RING, Dims
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, NodeDecision
 
 SAMPLES, OUTPUTS, INPUTS = "samples", "output features", "input features"
 ENTRIES, HEADS, POSITIONS = "entries of tables", "heads", "positions"
@@ -39,14 +39,22 @@ def named_ways(
     which is rewritten as `decisions` say; a stage of it has the `names` of the whole one.
     """
     factored = factorize(graph)
-    decided = {node.key: node.factors for node in decisions.nodes}
+    decided = {node.key: node for node in decisions.nodes}
     names = names or names_of(graph)
     for flat in graph.flat():
         rule = factored.rule(flat.function, flat.node)
-        for factor, axes in decided.get(flat.key, ()):
-            if rule.kind(factor) != RING:  # keys go around the axes of queries
-                for axis in axes:
-                    yield flat, axis, names[flat.key][factor]
+        for axis, what in split_words(rule, decided.get(flat.key), names[flat.key]):
+            yield flat, axis, what
+
+
+def split_words(
+    rule: Rule, node: NodeDecision | None, names: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Each axis and what it splits of an operator whose factors have these `names`."""
+    for factor, axes in node.factors if node else ():
+        if rule.kind(factor) != RING:  # keys go around the axes of queries
+            for axis in axes:
+                yield axis, names[factor]
 
 
 def names_of(graph: Graph) -> Names:

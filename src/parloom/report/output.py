@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import StringIO
+from textwrap import wrap
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -58,9 +59,30 @@ def show_json(document: Any) -> None:
         print(HIDDEN.sub(_json_escape, text))
 
 
-def message(text: str) -> str:
-    """A message for stderr: lines after the first are indented, so that no name forges a line."""
-    return visible(text).replace("\n", "\n  ")
+def message(text: str, columns: int | None = None) -> str:
+    """A message for stderr: lines after the first are indented, so that no name forges a line.
+
+    Where `columns` are known, lines are broken between words, and what is broken off hangs; a path
+    or a command's word stays whole.
+    """
+    lines = visible(text).replace("\n", f"\n{' ' * HANG}").split("\n")
+    if columns is None:
+        return "\n".join(lines)
+    return "\n".join(part for line in lines for part in _broken(line, columns))
+
+
+def _broken(line: str, columns: int) -> list[str]:
+    indent = len(line) - len(line.lstrip(" "))
+    if len(line) <= columns or columns - indent - HANG < LEAST:
+        return [line]
+    return wrap(
+        line.strip(),
+        columns,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + HANG),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 class Screen(Console):

@@ -1,6 +1,6 @@
 """A pipeline explained: what each stage has, its action lists, and the step over time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,6 +17,7 @@ from parloom.report.explain import Document
 from parloom.report.explain_screen import largest_lines, notes_lines, recomputed_lines
 from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.name_screen import name_screen
+from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.timeline import timeline_document, timeline_screen
 from parloom.report.words import process_names, title_words, words
 
@@ -24,7 +25,7 @@ SHOWN = 24  # actions of a list
 STAGES = 3  # stages that have what is asked for
 
 
-def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
+def pipeline_explained(case: PipelineCase, rewrites: Iterable[Document] = ()) -> dict[str, Any]:
     """All of it as JSON values; seconds and bytes."""
     plan, timeline = case.plan, case.timeline
     names = process_names(plan.decisions)
@@ -51,14 +52,15 @@ def pipeline_explained(case: PipelineCase) -> dict[str, Any]:
             {"name": name, **{f"{k}_s": _longest(case, i, k) for k in "FB"}}
             for i, name in enumerate(names)
         ],
+        "rewrites": list(rewrites),
         "largest": _largest(case),
         "recomputed": list(_recomputed(case)),
         **timeline_document(timeline, names, None, case.source),
     }
 
 
-def pipeline_screen(case: PipelineCase) -> RenderableType:
-    """What `parloom explain` prints of a pipeline."""
+def pipeline_screen(case: PipelineCase, document: Document) -> RenderableType:
+    """What `parloom explain` prints of a pipeline, `document` of it."""
     decisions = case.plan.decisions
     names = process_names(decisions)
     facts = words(parse_graph(case.plan.graph), decisions, case.cluster)
@@ -69,6 +71,7 @@ def pipeline_screen(case: PipelineCase) -> RenderableType:
         Text(""),
         *(Text(line) for line in facts),
         Text(f"{decisions.num_microbatches} microbatches"),
+        *(part for own in document["rewrites"] for part in (Text(""), *rewrite_screen(own))),
         Text(""),
         Text("longest passes and action lists", style="bold"),
         _passes(case, names),

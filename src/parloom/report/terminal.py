@@ -176,11 +176,6 @@ def _components(found: Prediction, limit: int) -> Table:
     return bars(rows, BAR_WIDTH)
 
 
-def is_plan(other: Alternative, chosen: Prediction) -> bool:
-    """Whether what was priced has the step and the peak of the plan that was chosen."""
-    return (other.step_s, other.peak_bytes) == (chosen.step_s, chosen.peak_bytes)
-
-
 def _alternatives(plan: Plan) -> Table:
     """A row per name: of candidates that no word tells apart, the best one, and how many."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -193,10 +188,9 @@ def _alternatives(plan: Plan) -> Table:
         alike.setdefault((other.name, other.fits), []).append(other)
     for (name, fits), others in alike.items():
         best = min(others, key=lambda other: other.step_s)
-        this = plan.prediction is not None and is_plan(best, plan.prediction)
         many = f", best of {len(others)}" if len(others) > 1 else ""
         table.add_row(
-            f"  {name}{many}{', this plan' if this else ''}",
+            f"  {name}{many}{', this plan' if plan.is_of(best) else ''}",
             format_seconds(best.step_s),
             f"{best.step_s / chosen - 1:+.1%}" if chosen else "",
             format_bytes(best.peak_bytes),

@@ -92,11 +92,12 @@ def versus_screen(document: Document) -> RenderableType:
 def headline(document: Document) -> str:
     """Which plan is faster, by how much, and by which cause most of all."""
     plan, other, ps = document["plan"], document["versus"], document["difference_ps"]
+    name = other["plan_name"]
     if not ps:
-        return f"{other['name']} takes exactly as long as the plan"
+        return f"{name} takes exactly as long as the plan"
     word = "slower" if ps > 0 else "faster"
     share = abs(ps) / 1e12 / plan["step_s"] if plan["step_s"] else 0.0
-    text = f"{other['name']} is {format_seconds(abs(ps) / 1e12)} ({share:.1%}) {word} than the plan"
+    text = f"{name} is {format_seconds(abs(ps) / 1e12)} ({share:.1%}) {word} than the plan"
     return f"{text}, most of all for {time_words(why(document['causes'], ps))}"
 
 
@@ -119,6 +120,7 @@ def signed_bytes(size: int) -> str:
 def _side(case: Step, name: str) -> Document:
     return {
         "name": name,
+        "plan_name": case.plan.name if name == case.plan.method else name,
         "cluster": case.cluster.name,
         "stages": [
             {

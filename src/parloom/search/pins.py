@@ -28,6 +28,7 @@ WHOLE, PARTS, ANY = "replicated", "sharded", ""
 KEEP, RECOMPUTE = "keep", "recompute"
 WORDS = frozenset({WHOLE, PARTS, KEEP, RECOMPUTE})
 MESH, STAGES, REWRITE = "mesh", "stages", "rewrite"
+PIPELINES = ("pipeline", "pipelines", STAGES)
 NO_REWRITE = f"{REWRITE}=*"
 """What to forbid for no rewrites at all."""
 # What of a parameter is stored, by the names that plans print, and by the attribute of a decision.
@@ -150,6 +151,8 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     flag = "--forbid" if forbidden else "--pin"
     text = f"{flag} {given}"
     name, equals, layout = (part.strip() for part in given.partition("="))
+    if forbidden and not equals and name in PIPELINES:
+        raise InputError(f"{text}: a pipeline has several stages; write --pin {STAGES}=1")
     if not equals or not name or not layout:
         raise InputError(f"{text}: write {flag} NAME=LAYOUT; {HINT}")
     words = [word.strip() for word in layout.strip("{}").split(",")]

@@ -5,7 +5,7 @@ in one form, and `n0` and `n1` in another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from operator import mul
 
@@ -30,6 +30,27 @@ def restated(factors: Factors, given: Rule, rule: Rule, mesh: Mesh) -> Factors:
         axes = _outermost(some, given, chosen, mesh)
         for factor, placed in _spread(axes, own, rule, mesh):
             found.setdefault(factor, placed)
+    return _legal(found, rule, mesh)
+
+
+def resembling(factors: Factors, given: Rule, rule: Rule, mesh: Mesh) -> Factors:
+    """The axes on each dim of an operator with the rule `given` on those dims of another one, which
+    is of tensors of other sizes: of all tensors where both have as many, or of the first result.
+    """
+    chosen, found = dict(factors), dict[str, Axes]()
+    pairs = list(zip(given.results[:1], rule.results[:1], strict=True))
+    if len(given.operands) == len(rule.operands):
+        pairs += zip(given.operands, rule.operands, strict=True)
+    for one, other in pairs:
+        for some, own in zip(one, other, strict=False) if len(one) == len(other) else ():
+            axes = chain.from_iterable(chosen.get(factor, ()) for factor in some)
+            for factor, placed in _spread(axes, own, rule, mesh):
+                found.setdefault(factor, placed)
+    return _legal(found, rule, mesh)
+
+
+def _legal(found: Mapping[str, Axes], rule: Rule, mesh: Mesh) -> Factors:
+    """None of these axes where the rule does not allow them."""
     made = NodeDecision("", tuple((f, axes) for f, axes in found.items() if axes)).factors
     try:
         rule.check(dict(made), mesh, "")

@@ -5,7 +5,7 @@ calls of its block kind that do the same now, and so is how their parameters are
 gives way where a new layout of a parameter needs its axes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from parloom.cost.timeline import Timeline
 from parloom.cost.walk import Walker
 from parloom.errors import LayoutError, NotYetError, VerifyError
 from parloom.ir.factors import Factored
-from parloom.ir.graph import FlatNode
+from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG, TIME, PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
@@ -74,18 +74,9 @@ def operator_ways(
 
     Where there are more than `most`, the cheapest beside their neighbors as they are are played.
     """
-    graph, decisions = factored.graph, pcg.decisions
-    now = assignment_of(decisions, flat.key)
-    keys = tuple(
-        other.key
-        for other in graph.flat()
-        if (other.function, other.node.key) == (flat.function, flat.node.key)
-        and assignment_of(decisions, other.key) == now
-    )
-    found = assignments(factored.rule(flat.function, flat.node), decisions.mesh)
-    alone = {axis.name for axis in decisions.mesh.axes if axis.size == 1}  # these split nothing
-    ways = (way for way in map(_ordered, found) if alone.isdisjoint(a for _, s in way for a in s))
-    others = [way for way in ways if way != now]
+    decisions = pcg.decisions
+    keys = tuple(other.key for other in alike(factored.graph, decisions, flat))
+    others = _other_ways(factored, decisions, flat)
     if len(others) > most > 0:
         nearby = Nearby(factored, pcg, walker, flat)
         others.sort(key=lambda way: nearby.ps(dict(way)))
@@ -95,6 +86,35 @@ def operator_ways(
         return replace(decisions, nodes=(*kept, *(NodeDecision(key, way) for key in keys)))
 
     return _played(factored, keys, others, change, fits, play, most)
+
+
+def cheaper_ways(factored: Factored, pcg: PCG, walker: Walker, flat: FlatNode) -> list[Factors]:
+    """The ways of an operator of `pcg` that cost less than its own beside their neighbors as they
+    are, the cheapest first; nothing is played.
+    """
+    nearby = Nearby(factored, pcg, walker, flat)
+    now = nearby.ps(dict(assignment_of(pcg.decisions, flat.key)))
+    ways = _other_ways(factored, pcg.decisions, flat)
+    priced = sorted((nearby.ps(dict(way)), way) for way in ways)
+    return [way for ps, way in priced if ps < now]
+
+
+def alike(graph: Graph, decisions: Decisions, flat: FlatNode) -> Iterator[FlatNode]:
+    """An operator in all calls of its block kind in which it does the same now."""
+    now = assignment_of(decisions, flat.key)
+    for other in graph.flat():
+        same = (other.function, other.node.key) == (flat.function, flat.node.key)
+        if same and assignment_of(decisions, other.key) == now:
+            yield other
+
+
+def _other_ways(factored: Factored, decisions: Decisions, flat: FlatNode) -> list[Factors]:
+    """All ways of an operator but its own."""
+    now = assignment_of(decisions, flat.key)
+    found = assignments(factored.rule(flat.function, flat.node), decisions.mesh)
+    alone = {axis.name for axis in decisions.mesh.axes if axis.size == 1}  # these split nothing
+    ways = (way for way in map(_ordered, found) if alone.isdisjoint(a for _, s in way for a in s))
+    return [way for way in ways if way != now]
 
 
 def parameter_ways(  # noqa: PLR0917 - of a plan, and how others are played
@@ -176,14 +196,16 @@ def _agreed(pcg: PCG) -> Decisions:
     return replace(
         pcg.decisions,
         parameters=tuple(
-            _without(p.decision, p.layout.axes)
+            left_by(p.decision, p.layout.axes)
             for p in pcg.parameters
             if p.decision != ParameterDecision(p.decision.name)
         ),
     )
 
 
-def _without(decision: ParameterDecision, taken: Axes) -> ParameterDecision:
+def left_by(decision: ParameterDecision, taken: Axes) -> ParameterDecision:
+    """Storage over those axes only that the layout of a weight, over `taken` ones, leaves."""
+
     def left(storage: Storage) -> Storage:
         axes = tuple(axis for axis in storage.axes if axis not in taken)
         return replace(storage, axes=axes, dim=storage.dim if axes else 0)

@@ -1,138 +1,354 @@
 """A plan without one of its rewrites: what that rewrite saves.
 
-What it replaced is back, split as what made the value is, and then each operator in the way that is
-the best with everything else as the plan has it, one after the other.
+What it replaced is back, in the stage of what took its place and split as that is, and then each
+operator in the way that is the best with everything else as the plan has it, one after the other
+(`search.cheaper`).
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.cost.walk import Walker
-from parloom.errors import LayoutError, NotYetError
-from parloom.ir.factors import Factored
-from parloom.ir.graph import Graph, Node
-from parloom.ir.lower import lower
+from parloom.errors import InputError
+from parloom.ir.factors import factorize
+from parloom.ir.fold import outline
+from parloom.ir.graph import FlatNode, Graph, Node
+from parloom.ir.lower_stages import LoweredStages
+from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
-from parloom.ir.pcg import PCG
 from parloom.ir.plan import ActivationDecision, Decisions, NodeDecision
+from parloom.ir.stages import placed
+from parloom.ir.verify import verify_decisions
 from parloom.rewrite.forms import Form, Forms, Place
-from parloom.rewrite.rewrites import before_takes, takes_of
-from parloom.rewrite.take import Take
-from parloom.search.restated import restated
-from parloom.search.runner_up import Fits, Play, operator_ways
+from parloom.rewrite.rewrites import BLOCK, before_takes, takes_of
+from parloom.search.cheaper import IMPOSSIBLE, Cheaper, Played, PlayStages
+from parloom.search.restated import resembling, restated
+from parloom.search.runner_up import Factors, Fits
+
+Rules = Mapping[str, Rule]
 
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """A plan of one stage without one rewrite; the operators that it has in the place of those of
-    the rewrite.
+    """A rewrite undone: the operators that are back and those that are gone, the `plan` without it,
+    and what else of the plan could not stay as it is. Without it there may be no plan like it: then
+    `plan` says why.
     """
 
-    pcg: PCG
     before: tuple[Node, ...]
     after: tuple[Node, ...]
+    plan: Played | str
+    changed: tuple[str, ...] = ()
 
 
 class Undoing:
-    """Undoes rewrites of a plan, whose decisions are of `graph`."""
+    """Undoes rewrites of a plan, whose decisions are of `graph`; `stages` were lowered from them,
+    with a walker of each.
+    """
 
-    def __init__(self, graph: Graph, decisions: Decisions, walker: Walker) -> None:
-        self.decisions, self.walker = decisions, walker
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: Decisions,
+        stages: LoweredStages,
+        walkers: Sequence[Walker],
+        fits: Fits,
+        play: PlayStages,
+    ) -> None:
+        self.decisions, self.walkers, self.fits, self.play = decisions, walkers, fits, play
         self.takes = takes_of(decisions.rewrites)
-        self._forms = Forms(before_takes(graph, decisions.rewrites), self.takes)
+        first = before_takes(graph, decisions.rewrites)
+        self._forms = Forms(first, self.takes)
         self._whole = self._forms.of(self.takes)
+        self._keys = _keys(self._whole)
+        self._rules = [_rules(graph) for graph in stages.cut.graphs]
+        # By operator: the item of main that has it.
+        self._items = {f.key: _item(f) for own in stages.cut.graphs for f in own.flat()}
 
-    def without(self, index: int, fits: Fits, play: Play) -> Undone:
+    @staticmethod
+    def knows(rewrites: Sequence[str]) -> bool:
+        """Whether all takes of a plan are of one graph, and only blocks come after them."""
+        takes = [index for index, text in enumerate(rewrites) if takes_of([text])]
+        if not takes:
+            return False
+        last = takes[-1] + 1
+        together = last - takes[0] == len(takes)
+        return together and all(map(BLOCK.fullmatch, rewrites[last:]))
+
+    def without(self, index: int) -> Undone:
         """The plan without the rewrite of that number."""
-        kept = [take for take in self.takes if take != self.takes[index]]
-        form = self._forms.of(kept)
-        there, every = set(self._whole.places.values()), set(form.places.values())
-        pcg = self._begun(form, every - there, self.takes[index])
-        left = every - there
-        for flat in form.graph.flat():
-            place = form.places[flat.function, flat.node.key]
-            if place in left:
-                left.discard(place)
-                pcg = self._best(form.factored, pcg, flat.key, fits, play)
-        before, after = _nodes(form, every - there), _nodes(self._whole, there - every)
-        return Undone(pcg, tuple(before), tuple(after))
-
-    def _begun(self, form: Form, new: set[Place], undone: Take) -> PCG:
-        """The plan of a form, whose new operators are split as what a rewrite made is, or over none
-        where that cannot be.
-        """
-        top = self._forms.place_of(undone.function, undone.top)
+        take = self.takes[index]
         try:
-            return lower(form.graph, self._decisions(form, new, top), factored=form.factored)
-        except (LayoutError, NotYetError):
-            return lower(form.graph, self._decisions(form, new), factored=form.factored)
+            form = self._forms.of([own for own in self.takes if own != take])
+        except InputError as error:
+            return Undone((), (), str(error))
+        there, every = set(self._whole.places.values()), set(form.places.values())
+        new, gone = _at(form, every - there), _at(self._whole, there - every)
+        top = self._forms.place_of(take.function, take.top)
+        before, after = tuple(new.values()), tuple(gone.values())
+        try:
+            found = _Begun(self, form, _likes(new, gone, top), top)
+            return Undone(before, after, found.best(), tuple(found.changed()))
+        except (InputError, *IMPOSSIBLE) as error:
+            return Undone(before, after, str(error))
 
-    def _decisions(self, form: Form, new: set[Place], like: Place | None = None) -> Decisions:
-        """The decisions of a form, in which operators that the plan has not are split over none, or
-        as far as their results are as that of an operator `like` them, as it is.
+    def rule(self, key: str, index: int) -> Rule | None:
+        """What is split of an operator of the plan, as its stage of that number knows it if it has
+        it, else the first that does.
         """
-        known = {
-            (self._whole.places[flat.function, flat.node.key], flat.prefix): found
-            for flat in self._whole.graph.flat()
-            if (found := self.decisions.node(flat.key)) is not None
-        }
-        nodes = []
-        for flat in form.graph.flat():
-            place = form.places[flat.function, flat.node.key]
-            own = like if like is not None and place in new else place
-            found = known.get((own, flat.prefix))
-            if found is not None:
-                given, rule = self._whole.rules[own], form.rules[place]
-                if own != place:
-                    given, rule = _of_result(given), _of_result(rule)
-                    if len(given.results[0]) != len(rule.results[0]):
-                        continue
-                factors = restated(found.factors, given, rule, self.decisions.mesh)
-                nodes.append(NodeDecision(flat.key, factors))
-        return replace(
-            self.decisions,
-            nodes=tuple(nodes),
-            activations=tuple(self._activations(form, new)),
-            rewrites=form.rewrites,
-        )
+        own = (self._rules[index], *self._rules)
+        return next((rules[key] for rules in own if key in rules), None)
 
-    def _activations(self, form: Form, new: set[Place]) -> Iterator[ActivationDecision]:
+
+class _Begun:
+    """A plan without one take, in whose `form` operators are back, each `like` one of the plan, of
+    which the last is at `top`.
+    """
+
+    def __init__(
+        self, undoing: Undoing, form: Form, like: Mapping[Place, Place], top: Place
+    ) -> None:
+        self.undoing, self.form = undoing, form
+        self.blocks = [t for t in undoing.decisions.rewrites if BLOCK.fullmatch(t)]
+        self.graph = self._with_blocks()
+        old, places = undoing._keys, _keys(form)
+        self.new = {key for (place, _), key in places.items() if place in like}
+        # By operator: the one of the plan that it is, or that it is like.
+        self.own = {key: old[at] for at, key in places.items() if at in old}
+        back = [(place, prefix, key) for (place, prefix), key in places.items() if place in like]
+        self.like, self.top = (
+            {
+                key: old[at[place], prefix]
+                for place, prefix, key in back
+                if (at[place], prefix) in old
+            }
+            for at in (like, dict.fromkeys(like, top))
+        )
+        self.items = self._placed()
+
+    def _with_blocks(self) -> Graph:
+        """The graph with those blocks of the plan that are blocks in it."""
+        modules = [found[1] for text in self.blocks if (found := BLOCK.fullmatch(text))]
+        while modules:
+            try:
+                return outline(self.form.graph, modules)
+            except InputError:
+                kept = [module for module in modules if _is_block(self.form.graph, module)]
+                modules = kept if kept != modules else []
+        return self.form.graph
+
+    def _placed(self) -> list[tuple[str, ...]]:
+        """The items of each stage; those that are back are where what took their place is."""
+        stages = self.undoing.decisions.stages
+        if len(stages) == 1:
+            return [stages[0].items]
+        found: list[tuple[str, ...]] = [()] * len(stages)
+        for members in self.undoing.decisions.replicas:
+            stage_of = {
+                item: number for number, own in enumerate(members) for item in stages[own].items
+            }
+            known: dict[str, int] = {}
+            for flat in self.graph.flat():
+                old = self.own.get(flat.key, self.like.get(flat.key, ""))
+                stage = stage_of.get(self.undoing._items.get(old, ""))
+                if stage is not None:
+                    known.setdefault(_item(flat), stage)
+            lists = [[k for k, own in known.items() if own == n] for n in range(len(members))]
+            for stage, keys in zip(members, placed(self.graph, {}, lists), strict=True):
+                found[stage] = keys
+        return found
+
+    def changed(self) -> Iterator[str]:
+        """What could not stay as the plan has it."""
+        undoing = self.undoing
+        there = {item.prefix for item in self.graph.flat()}
+        for text in self.blocks:
+            found = BLOCK.fullmatch(text)
+            if found and found[1] not in there:
+                yield f"{found[1]} is no block"
+        for index, stage in enumerate(undoing.decisions.stages):
+            now, before = set(self.items[index]), set(stage.items)
+            for flat in self.graph.flat():
+                old = self.own.get(flat.key)
+                if old and _item(flat) in now and undoing._items.get(old, "") not in before:
+                    yield f"{flat.key} is in stage {index}"
+
+    def best(self) -> Played:
+        """The plan, whose new operators are split as those that they are like or as the last of
+        the rewrite, whatever is better, not at all where neither can be, and then in better ways.
+
+        Raises `InputError` and what is `IMPOSSIBLE`.
+        """
+        undoing = self.undoing
+        stages = tuple(
+            replace(stage, items=items)
+            for stage, items in zip(undoing.decisions.stages, self.items, strict=True)
+        )
+        kept = set(self.form.rewrites)
+        rewrites = tuple(
+            text for text in undoing.decisions.rewrites if text in kept or not takes_of([text])
+        )
+        base = replace(
+            undoing.decisions,
+            stages=stages,
+            rewrites=rewrites,
+            activations=tuple(self._activations()),
+        )
+        factored = factorize(self.graph)
+        cheaper = Cheaper(factored, base, undoing.walkers, undoing.fits, undoing.play)
+        rules = [
+            {flat.key: own.rule(flat.function, flat.node) for flat in own.graph.flat()}
+            for own in map(cheaper.factored_of, cheaper.cut.graphs)
+        ]
+        begun = self._begun(cheaper, base, rules)
+        verify_decisions(self.graph, begun.decisions, factored)
+        return cheaper.improved(begun, self.new)
+
+    def _begun(self, cheaper: Cheaper, base: Decisions, rules: Sequence[Rules]) -> Played:
+        """What the new operators begin with; raises what is `IMPOSSIBLE`."""
+        starts = dict.fromkeys(tuple(self._nodes(rules, like)) for like in (self.like, self.top))
+        found = [cheaper.possible(replace(base, nodes=nodes)) for nodes in starts]
+        if any(found):
+            return min(filter(None, found), key=cheaper.cost)
+        return cheaper.played(replace(base, nodes=tuple(self._nodes(rules, {}))))
+
+    def _nodes(self, rules: Sequence[Rules], like: Mapping[str, str]) -> Iterator[NodeDecision]:
+        """What the plan has, restated; new operators are split as those that they are like, as far
+        as their tensors have dims that are split. `rules` are those of the stages.
+        """
+        known = {node.key: node for node in self.undoing.decisions.nodes}
+        for key, indices in self._deciding(rules):
+            found = known.get(self.own.get(key, like.get(key, "")))
+            if found is not None:
+                factors = _by_all(
+                    [self._stated(found, key, index, rules[index]) for index in indices]
+                )
+                if factors:
+                    yield NodeDecision(key, factors)
+
+    def _deciding(self, rules: Sequence[Rules]) -> Iterator[tuple[str, Sequence[int]]]:
+        """Each operator with the stages that it is decided for: those that have it as an item, or
+        that compute it for themselves.
+        """
+        items = {flat.key: _item(flat) for flat in self.graph.flat()}
+        for key in dict.fromkeys(key for own in rules for key in own):
+            every = [index for index, own in enumerate(rules) if key in own]
+            yield key, [i for i in every if items[key] in self.items[i]] or every
+
+    def _stated(self, found: NodeDecision, key: str, index: int, rules: Rules) -> "_Stated":
+        """What a stage knows of a decision about an operator of the plan, as one about `key`."""
+        mesh = self.undoing.decisions.stages[index].mesh
+        given, rule = self.undoing.rule(found.key, index), rules[key]
+        if given is None:
+            return (), mesh
+        factors = tuple((factor, _on(mesh, axes)) for factor, axes in found.factors)
+        said = restated if key in self.own else resembling
+        return said(factors, given, rule, mesh), mesh
+
+    def _activations(self) -> Iterator[ActivationDecision]:
         """What is made again: of operators that are gone, those that are back are."""
-        functions = {flat.prefix: flat.function for flat in form.graph.flat()}
-        keys = {place: key for (_, key), place in form.places.items()}
-        for found in self.decisions.activations:
-            function = functions[found.prefix]
+        now: dict[str, list[FlatNode]] = {}
+        for flat in self.graph.flat():
+            now.setdefault(flat.prefix, []).append(flat)
+        names = {own: key for key, own in self.own.items()}
+        for found in self.undoing.decisions.activations:
+            if found.prefix not in now:
+                continue
+            inside = {flat.key: flat.node.key for flat in now[found.prefix]}
             lists = []
-            for names in (found.values, found.moves):
-                places = [self._whole.places.get((function, name)) for name in names]
-                own = {
-                    keys.get(place, "") if place else name
-                    for place, name in zip(places, names, strict=True)
-                }
-                if "" in own:
-                    own |= {keys[place] for place in new if place[0] == function}
-                lists.append(tuple(own - {""}))
+            for given in (found.values, found.moves):
+                own: set[str] = set()
+                for name in given:
+                    old = _joined(found.prefix, name)
+                    if old not in self.undoing._items:
+                        own.add(name)
+                    elif old in names:
+                        own.add(inside[names[old]])
+                    else:
+                        own |= {name for key, name in inside.items() if key in self.new}
+                lists.append(tuple(own))
             yield replace(found, values=lists[0], moves=lists[1])
 
-    def _best(self, factored: Factored, pcg: PCG, key: str, fits: Fits, play: Play) -> PCG:
-        """The plan with the best way of one operator."""
-        flat = next(flat for flat in factored.graph.flat() if flat.key == key)
-        now = play(pcg, pcg.decisions)
-        ways = operator_ways(factored, pcg, self.walker, flat, fits, play)
-        best = ways.fitting or next(iter(ways.best), None)
-        if best is None or (fits(now) and now.step_ps <= best.timeline.step_ps):
-            return pcg
-        return best.pcg
+
+_Stated = tuple[Factors, Mesh]
+"""How an operator is split in a stage with this mesh."""
 
 
-def _of_result(rule: Rule) -> Rule:
-    """What a rule says of the first result."""
-    return replace(rule, operands=(), results=rule.results[:1])
+def _on(mesh: Mesh, axes: Collection[str]) -> tuple[str, ...]:
+    """Those of the axes that a mesh has."""
+    return tuple(axis for axis in axes if axis in mesh.names)
 
 
-def _nodes(form: Form, places: set[Place]) -> Iterator[Node]:
+def _by_all(stated: Sequence[_Stated]) -> Factors:
+    """What all stages say that have an operator, each on its own mesh."""
+    whole, _ = max(stated, key=lambda own: len(own[1].axes))
+    return tuple(
+        (factor, axes)
+        for factor, axes in whole
+        if all(_on(mesh, axes) == dict(own).get(factor, ()) for own, mesh in stated)
+    )
+
+
+def _keys(form: Form) -> dict[tuple[Place, str], str]:
+    """The operators of a form, by where they are in the graph with all forms, and by block."""
+    return {
+        (form.places[flat.function, flat.node.key], flat.prefix): flat.key
+        for flat in form.graph.flat()
+    }
+
+
+def _rules(graph: Graph) -> Rules:
+    """The rules of the operators of a stage."""
+    factored = factorize(graph)
+    return {flat.key: factored.rule(flat.function, flat.node) for flat in graph.flat()}
+
+
+def _item(flat: FlatNode) -> str:
+    """The item of main that has an operator."""
+    return flat.prefix or flat.node.key
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}{'.' if prefix and not key.startswith(':') else ''}{key}"
+
+
+def _is_block(graph: Graph, module: str) -> bool:
+    try:
+        outline(graph, [module])
+    except InputError:
+        return False
+    return True
+
+
+def _at(form: Form, places: set[Place]) -> dict[Place, Node]:
     """The operators of a form at these places, in order."""
-    for own in (*form.graph.functions, form.graph.main):
-        for item in own.body:
-            if isinstance(item, Node) and form.places[own.name, item.key] in places:
-                yield item
+    return {
+        place: item
+        for own in (*form.graph.functions, form.graph.main)
+        for item in own.body
+        if isinstance(item, Node) and (place := form.places[own.name, item.key]) in places
+    }
+
+
+def _likes(before: dict[Place, Node], after: dict[Place, Node], top: Place) -> dict[Place, Place]:
+    """The operator of a rewrite that each `before` it is like: of its kind, with as many of the
+    kind behind it, or else the `top` of the rewrite.
+    """
+    known = {(after[at].op, count): at for at, count in reversed(_behind(after).items())}
+    return {at: known.get((before[at].op, count), top) for at, count in _behind(before).items()}
+
+
+def _behind(nodes: dict[Place, Node]) -> dict[Place, int]:
+    """How many operators of its kind read, one after the other, what each makes."""
+    longest: dict[str, Counter[str]] = {}
+    found: dict[Place, int] = {}
+    for place, node in reversed(nodes.items()):
+        behind = Counter[str]()
+        for value in node.results:
+            behind |= longest.get(value.name, Counter())
+        found[place] = behind[node.op]
+        behind[node.op] += 1
+        for name in node.refs:
+            longest[name] = longest.get(name, Counter()) | behind
+    return found

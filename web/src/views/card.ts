@@ -23,6 +23,7 @@ export function cardPanel(plans: Plan[], selections: Selection[]): HTMLElement {
       const path = plans.length > 1 ? [h("p", { class: "path" }, plans[index]!.path)] : [];
       panel.replaceChildren(button, ...path, ...(card.kind === "operator" ? operatorOf(card) : parameterOf(card)));
       panel.hidden = false;
+      panel.scrollTop = 0;
       panel.focus();
     }),
   );
@@ -51,7 +52,7 @@ function operatorOf(card: OperatorCard): HTMLElement[] {
       bytes(way.peak_bytes),
       way.fits ? "yes" : "no",
     ]);
-    parts.push(table(`Next best of ${card.ways} ways; ${card.ways_tried} were simulated`, ["way", "step", "most of all", "peak", "fits"], rows));
+    parts.push(table(`Next best of ${card.ways} ways; ${card.ways_tried} were simulated, the best are shown`, ["way", "step", "most of all", "peak", "fits"], rows));
   } else {
     parts.push(h("p", {}, card.ways ? `It could be split in ${card.ways} other ways; parloom explain PLAN '${card.name}' prices them.` : "It has no other way."));
   }

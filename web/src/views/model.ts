@@ -1,16 +1,20 @@
 import dagre from "@dagrejs/dagre";
 
-import { Chart, COLORS, ink, isDark } from "../chart";
+import { Chart, colorOf, ink, isDark, lettersOn, type Key } from "../chart";
 import type { GraphFunction, GraphNode, Plan } from "../data";
 import { choice, h, table } from "../dom";
 import { percent, seconds } from "../format";
 import type { Selection } from "../select";
 import { finder, parameters } from "./names";
 
-const WIDTH = 150;
-const HEIGHT = 34;
-const LABEL = 22;
-const FITTED = 0.8; // of a chart, by ECharts
+// A node in pixels, letters of a line on it, and what is left around the graph.
+const WIDTH = 158;
+const HEIGHT = 36;
+const LABEL = 24;
+const MARGIN = 12;
+const LOWEST = 160;
+const HIGHEST = 900;
+const LEAST_SCALE = 0.7; // where letters are still read
 
 /** The folded graph: block kinds once, colored by time or by layout. */
 export function model(plan: Plan, selection: Selection): HTMLElement[] {
@@ -19,15 +23,15 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   let byLayout = false;
   let selected = "";
   const layouts = [...new Set(functions.flatMap((f) => f.nodes.map(layoutOf)))].sort();
-  const make = (width: number, height: number) =>
-    graphOption(functions[shown]!, byLayout ? layouts : null, selected, plan, [width, height]);
+  const make = (width: number) => graphOption(functions[shown]!, byLayout ? layouts : null, selected, width);
+  const height = () => Math.min(HIGHEST, Math.max(LOWEST, laid(functions[shown]!).height + 2 * MARGIN));
   const rows = functions.flatMap((own) => own.nodes.map((node) => nodeRow(own, node, selection)));
   const data = table(
     "Operators by place, the most expensive first",
-    ["operator", "place", "time", "share of all operators", "splits", "result"],
+    ["operator", "place", "time", "share of the step", "splits", "result"],
     rows.sort((a, b) => b.share - a.share).map((row) => row.cells),
   );
-  const chart = new Chart("Model as a folded graph", 560, make, data, (params) => {
+  const chart = new Chart("Model as a folded graph", height(), make, data, (params) => {
     const node = params.dataType === "node" ? functions[shown]!.nodes[params.dataIndex] : undefined;
     if (node === undefined) return;
     const inner = functions.findIndex((own) => own.name === node.function);
@@ -39,7 +43,7 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   function show(index: number): void {
     shown = index;
     which.querySelector("select")!.value = String(index);
-    chart.change(make);
+    chart.change(make, height());
   }
   selection.follow((id) => {
     selected = id;
@@ -75,42 +79,71 @@ function layoutOf(node: GraphNode): string {
   return Object.entries(node.splits).map(([axis, what]) => `${axis}: ${what}`).join("; ") || "not split";
 }
 
-function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, plan: Plan, [width, height]: [number, number]) {
+interface Layout {
+  places: { x: number; y: number }[];
+  width: number;
+  height: number;
+}
+const placed = new WeakMap<GraphFunction, Layout>();
+
+/** A function's nodes in their places, in pixels. */
+function laid(own: GraphFunction): Layout {
+  const known = placed.get(own);
+  if (known !== undefined) return known;
   const layout = new dagre.graphlib.Graph();
-  layout.setGraph({ rankdir: "TB", nodesep: 14, ranksep: 26 });
+  layout.setGraph({ rankdir: "TB", nodesep: 16, ranksep: 24 });
   layout.setDefaultEdgeLabel(() => ({}));
   own.nodes.forEach((_, index) => layout.setNode(String(index), { width: WIDTH, height: HEIGHT }));
   own.edges.forEach(([source, target]) => layout.setEdge(String(source), String(target)));
   dagre.layout(layout);
+  const places = own.nodes.map((_, index) => layout.node(String(index))!).map(({ x, y }) => ({ x: x!, y: y! }));
+  const { width, height } = layout.graph();
+  const found = { places, width: width!, height: height! };
+  placed.set(own, found);
+  return found;
+}
+
+/** Where the chart's box of all nodes' middles is, so that a pixel of the layout is one of the chart, or `scale` of one. */
+function boxOf({ places }: Layout, width: number, scale: number) {
+  const [xs, ys] = [places.map((place) => place.x), places.map((place) => place.y)];
+  const [left, right, bottom] = [Math.min(...xs), Math.max(...xs), Math.max(...ys)];
+  // Of one place on an axis the chart makes two, one on each side.
+  const wide = right - left ? { left: (width - (right - left) * scale) / 2, width: (right - left) * scale } : { left: width / 2 - scale, width: 2 * scale };
+  const top = MARGIN + (HEIGHT / 2) * scale;
+  const high = bottom - Math.min(...ys) ? { top, height: (bottom - Math.min(...ys)) * scale } : { top: top - scale, height: 2 * scale };
+  return { ...wide, ...high };
+}
+
+function graphOption(own: GraphFunction, layouts: string[] | null, selected: string, width: number) {
+  const layout = laid(own);
   const { text, faint } = ink();
-  // The whole graph would be scaled into the chart, its nodes not: what does not fit is drawn as large
-  // as it is, from its top, and shrinks with its nodes where one zooms out.
-  const size = layout.graph();
-  const scale = Math.min(1, (FITTED * width) / (size.width! + WIDTH), (FITTED * height) / (size.height! + HEIGHT));
-  const top = [size.width! / 2, Math.min(size.height!, height / 2 - HEIGHT) / 2 + (scale < 1 ? height / 4 : 0)];
+  const scale = Math.max(LEAST_SCALE, Math.min(1, (width - 2 * MARGIN) / layout.width, (HIGHEST - 2 * MARGIN) / layout.height));
   const most = Math.max(1e-12, ...own.nodes.map((node) => node.share));
   const nodes = own.nodes.map((node, index) => {
-    const place = layout.node(String(index))!;
+    const place = layout.places[index]!;
     const isSelected = selected === `${own.name}|${node.key}`;
-    const [fill, letter] = layouts ? [COLORS[layouts.indexOf(layoutOf(node)) % COLORS.length]!, "#fff"] : heat(node.share / most);
+    const fill = layouts ? colorOf(layouts.indexOf(layoutOf(node))) : heat(node.share / most);
     return {
       name: String(index),
       x: place.x,
       y: place.y,
-      symbol: "roundRect",
+      symbol: "rect",
       symbolSize: [WIDTH * scale, HEIGHT * scale],
-      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 1 },
-      label: { show: true, color: letter, fontSize: 11, formatter: short(node) },
-      tooltip: { formatter: () => tip(node, plan) },
+      itemStyle: { color: fill, borderColor: isSelected ? text : faint, borderWidth: isSelected ? 3 : 0 },
+      label: { show: true, color: lettersOn(fill), fontSize: 11 * scale, lineHeight: 14 * scale, formatter: short(node) },
+      tooltip: { formatter: () => tip(node) },
     };
   });
+  const drawn = layouts?.filter((name) => own.nodes.some((node) => layoutOf(node) === name)) ?? [];
+  const key: Key = layouts ? drawn.map((name) => [name, colorOf(layouts.indexOf(name))]) : [["no time", heat(0)], [`${percent(most)} of the step`, heat(1)]];
   return {
+    key,
     series: [
       {
         type: "graph",
         layout: "none",
         roam: true,
-        ...(scale < 1 ? { zoom: 1 / scale, center: top } : {}),
+        ...boxOf(layout, width, scale),
         scaleLimit: { min: 0.1, max: 8 },
         nodeScaleRatio: 1,
         data: nodes,
@@ -124,24 +157,25 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
   };
 }
 
-/** From the surface to a strong color; the letters on it. */
-function heat(share: number): [string, string] {
+/** From the surface to a strong color. */
+function heat(share: number): string {
   const strength = Math.sqrt(share);
   const from = isDark() ? [44, 48, 56] : [244, 246, 250];
   const to = isDark() ? [230, 120, 40] : [190, 70, 0];
   const mixed = from.map((value, index) => Math.round(value + (to[index]! - value) * strength));
-  const light = mixed[0]! * 0.299 + mixed[1]! * 0.587 + mixed[2]! * 0.114 > 140;
-  return [`rgb(${mixed.join(",")})`, light ? "#111" : "#fff"];
+  return `rgb(${mixed.join(",")})`;
 }
 
+/** The module, of which the end tells most, above the operator. */
 function short(node: GraphNode): string {
-  const module = node.function === undefined ? node.module.split(".").pop()! : node.module;
-  const name = module ? `${module}: ${node.op}` : node.op;
-  return name.length > LABEL ? `${name.slice(0, LABEL - 1)}…` : name;
+  const { module } = node;
+  const above = module.length > LABEL ? `…${module.slice(1 - LABEL)}` : module;
+  const below = node.op.length > LABEL ? `${node.op.slice(0, LABEL - 1)}…` : node.op;
+  return above ? `${above}\n${below}` : below;
 }
 
-function tip(node: GraphNode, plan: Plan): string {
+function tip(node: GraphNode): string {
   const time = seconds(node.own_s + node.moving_s);
   const split = layoutOf(node);
-  return `${node.key}\n${node.shape}\n${time}, ${percent(node.share)} of ${seconds(plan.graph.whole_s)}\n${split}\n${node.source}`;
+  return `${node.key}\n${node.shape}\n${time}, ${percent(node.share)} of the step\n${split}\n${node.source}`;
 }

@@ -14,16 +14,25 @@ export function finder(plan: Plan, selection: Selection): HTMLElement {
   const input = h("input", { type: "search", placeholder: "lm_head", input: show }) as HTMLInputElement;
   function show(): void {
     const wanted = input.value.trim().toLowerCase();
-    const near = wanted ? names.filter((name) => name.toLowerCase().includes(wanted)) : [];
+    let near = wanted ? names.filter((name) => name.toLowerCase().includes(wanted)) : [];
     near.sort((a, b) => rank(a, wanted) - rank(b, wanted) || a.length - b.length);
+    near = near.filter((name, index) => near.findIndex((other) => ids.get(other) === ids.get(name)) === index);
     const lines: (HTMLElement | string)[] = near.slice(0, SHOWN).map((name) =>
-      h("button", { type: "button", class: "link", click: () => selection.select(ids.get(name)!) }, name),
+      h("button", { type: "button", class: "link", click: () => selection.select(ids.get(name)!) }, `${name}${like(plan, ids.get(name)!)}`),
     );
     if (near.length > SHOWN) lines.push(`${near.length - SHOWN} more`);
     if (wanted && near.length === 0) lines.push("no operator or parameter has this in its name");
     found.replaceChildren(...lines.map((line) => h("li", {}, line)));
   }
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") found.querySelector("button")?.click();
+  });
   return h("div", { class: "finder" }, h("label", { class: "choice" }, "find an operator or a parameter ", input), found);
+}
+
+function like(plan: Plan, id: string): string {
+  const others = plan.cards[id]!.alike.length - 1;
+  return others > 0 ? ` and ${others} alike` : "";
 }
 
 /** Names that begin so come before those that only have it inside. */

@@ -1,6 +1,6 @@
 import type { CustomSeriesRenderItemAPI, CustomSeriesRenderItemParams } from "echarts";
 
-import { Chart, COLORS, ink } from "../chart";
+import { Chart, colorOf, ink } from "../chart";
 import type { Plan, SliceRow, Steps, Track } from "../data";
 import { choice, h, table, type Cell } from "../dom";
 import { percent, picoseconds } from "../format";
@@ -20,12 +20,12 @@ export function step(plan: Plan, selection: Selection): HTMLElement[] {
   const isAlone = steps.processes.length === 1;
   const all = linesOf(steps, null);
   let lines = isAlone ? all : linesOf(steps, ACTIONS);
-  let wanted = "";
-  const make = () => option(steps, lines, wanted);
-  const height = () => 120 + ROW * lines.length;
+  let wanted = new Set<string>();
+  const make = (width: number) => option(steps, lines, wanted, width);
+  const height = () => 96 + ROW * lines.length;
   const chart = new Chart("Step over time", height(), make, dataOf(steps, all));
   selection.follow((id) => {
-    wanted = id.slice(id.indexOf("|") + 1);
+    wanted = new Set(plan.cards[id]?.alike);
     chart.change(make);
   });
   const names = steps.processes.map((process) => process.name);
@@ -33,31 +33,41 @@ export function step(plan: Plan, selection: Selection): HTMLElement[] {
     lines = index === 0 ? linesOf(steps, ACTIONS) : linesOf(steps, null, index - 1);
     chart.change(make, height());
   });
-  const words = `Each row is a stream; the step ends after ${picoseconds(steps.step_ps)}. Drag the slider or turn the wheel to zoom. The operator that is selected is outlined.`;
+  const whose = isAlone ? ` of ${steps.processes[0]!.name}` : "";
+  const words = `Each row is a stream${whose}; the step ends after ${picoseconds(steps.step_ps)}. Drag the slider or turn the wheel to zoom. The operator that is selected is outlined.`;
   return [h("p", {}, words), ...(isAlone ? [] : [h("div", { class: "controls" }, which)]), chart.element];
 }
 
 function linesOf(steps: Steps, only: string | null, process: number | null = null): Line[] {
+  const isAlone = steps.processes.length === 1;
+  const label = (group: string, track: string) => (isAlone ? track || group : track ? `${group}: ${track}` : group);
   return steps.processes.flatMap((own, index) => {
     if (process !== null && process !== index) return [];
     const tracks = own.tracks.filter((track) => only === null || track.name === only);
     const seen = steps.observed?.processes[index]?.tracks ?? [];
     return [
-      ...tracks.map((track) => ({ label: `${own.name}: ${track.name}`, track })),
-      ...seen.map((track) => ({ label: `${own.name}: observed`, track })),
+      ...tracks.map((track) => ({ label: label(own.name, only === null ? track.name : ""), track })),
+      ...seen.map((track) => ({ label: label(own.name, "observed"), track })),
     ];
   });
 }
 
-function option(steps: Steps, lines: Line[], wanted: string) {
+/** Whether a slice is of an operator that is selected, or that is the longest of its neighbors. */
+function isOf(name: string, wanted: Set<string>): boolean {
+  return wanted.has(name.replace(/ and its neighbors$/, ""));
+}
+
+function option(steps: Steps, lines: Line[], wanted: Set<string>, width: number) {
   const kinds = [...new Set(lines.flatMap((line) => line.track.slices.map((slice) => slice[3])))];
   const data = lines.flatMap((line, row) => line.track.slices.map((slice) => [row, ...slice]));
   const { text, faint } = ink();
+  const left = Math.min(220, 0.34 * width);
   const longest = Math.max(steps.step_ps, steps.observed?.step_ps ?? 0);
   return {
-    grid: { left: 220, right: 24, top: 8, bottom: 70 },
-    xAxis: { type: "value", min: 0, max: longest, axisLabel: { formatter: picoseconds, color: text, hideOverlap: true }, splitLine: { lineStyle: { color: faint } } },
-    yAxis: { type: "category", inverse: true, data: lines.map((line) => line.label), axisLabel: { color: text, width: 205, overflow: "truncate" }, axisTick: { show: false } },
+    key: kinds.map((kind, index): [string, string] => [steps.words[kind]!, colorOf(index)]),
+    grid: { left, right: 36, top: 8, bottom: 70 },
+    xAxis: { type: "value", splitNumber: Math.max(2, Math.floor((width - left) / 150)), min: 0, max: longest, axisLabel: { formatter: picoseconds, color: text, hideOverlap: true }, splitLine: { lineStyle: { color: faint } } },
+    yAxis: { type: "category", inverse: true, data: lines.map((line) => line.label), axisLabel: { color: text, width: left - 12, overflow: "truncate" }, axisTick: { show: false } },
     dataZoom: [
       { type: "inside", filterMode: "weakFilter" },
       { type: "slider", filterMode: "weakFilter", bottom: 12, height: 22, labelFormatter: picoseconds, textStyle: { color: text } },
@@ -75,8 +85,8 @@ function option(steps: Steps, lines: Line[], wanted: string) {
           const start = api.coord([api.value(1), api.value(0)]);
           const end = api.coord([Number(api.value(1)) + Number(api.value(2)), api.value(0)]);
           const height = ROW * 0.72;
-          const color = COLORS[kinds.indexOf(Number(api.value(4))) % COLORS.length]!;
-          const isWanted = wanted !== "" && steps.words[Number(api.value(3))]!.endsWith(wanted);
+          const color = colorOf(kinds.indexOf(Number(api.value(4))));
+          const isWanted = wanted.size > 0 && isOf(steps.words[Number(api.value(3))]!, wanted);
           return {
             type: "rect",
             shape: { x: start[0]!, y: start[1]! - height / 2, width: Math.max(0.6, end[0]! - start[0]!), height },

@@ -1,19 +1,22 @@
-import type { Plan } from "../data";
-import { h, list, table } from "../dom";
-import { bytes, cause, count, dollars, percent, picoseconds, seconds } from "../format";
+import type { Plan, Summary } from "../data";
+import { details, h, list, table } from "../dom";
+import { bytes, cause, count, dollars, percent, picoseconds, plain, seconds } from "../format";
 
 const SOURCES: Record<string, string> = {
   spec: "from data sheets, not calibrated",
   calibrated: "from rates that were measured",
 };
 
+const TIGHT = 0.97; // of the limit: contexts, NCCL's buffers and fragmentation are not counted
+const LONG = 300; // letters of a command with a whole cluster inside
+
 /** What was decided, in words, with the step, its band, money and memory. */
 export function summary(plan: Plan): HTMLElement[] {
   const own = plan.summary;
-  const facts: [string, string, string][] = [
+  const facts: [string, string, string, boolean?][] = [
     ["step time", seconds(own.step_s), `likely ${seconds(own.band_s[0])} to ${seconds(own.band_s[1])}, ${SOURCES[own.source] ?? own.source}`],
-    ["peak memory", bytes(own.peak_bytes), `of ${bytes(own.limit_bytes)} on each device (${percent(own.peak_bytes / own.limit_bytes)})`],
-    ["devices", String(own.num_devices), `${own.devices}; ${own.cluster}`],
+    ["peak memory", bytes(own.peak_bytes), `of ${bytes(own.limit_bytes)} on each device (${percent(own.peak_bytes / own.limit_bytes)})`, own.peak_bytes > TIGHT * own.limit_bytes],
+    ["devices", own.num_devices.toLocaleString("en-US"), `${own.devices}; ${own.cluster}`],
   ];
   if (own.bound_s !== null) {
     facts.push(["no plan is below", seconds(own.bound_s), own.gap === null ? "" : `the plan is ${percent(own.gap)} above this bound`]);
@@ -22,14 +25,15 @@ export function summary(plan: Plan): HTMLElement[] {
     facts.push(["model FLOP utilization", percent(own.mfu), `${count(own.model_flops)}FLOP of the model in a step, of the devices' peak`]);
   }
   if (own.price_per_step !== null && own.price_per_hour !== null) {
-    facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for the cluster`]);
+    facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for ${own.num_devices} device${own.num_devices > 1 ? "s" : ""}`]);
   }
-  if (own.status !== "complete") facts.push(["search", own.status, "the best plan that was found until then"]);
-  if (own.samples !== null) {
-    facts.push(["samples a second", count(own.samples / own.step_s), `${own.samples} samples a step, ${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""}${own.schedule ? `, schedule ${own.schedule}` : ""}`]);
-  }
-  const cards = facts.map(([name, value, more]) =>
-    h("div", { class: "fact" }, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", {}, more))),
+  facts.push(pipeline(own));
+  const { unit, in_step } = own.work;
+  facts.push([`${unit}s a second`, plain(in_step / own.step_s), `${in_step.toLocaleString("en-US")} ${unit}s a step${unit !== "sample" ? `, ${own.samples} samples` : ""}`]);
+  facts.push(["parameters", count(own.parameters), "of the model, counted once where they are shared"]);
+  if (own.status !== "complete") facts.push(["search", own.status, "the best plan that was found until then; others may be faster", true]);
+  const cards = facts.map(([name, value, more, isWarning]) =>
+    h("div", { class: isWarning ? "fact warning" : "fact" }, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", {}, more))),
   );
   const whole = own.step_s * 1e12;
   const parts: HTMLElement[] = [h("dl", { class: "facts" }, ...cards), h("h3", {}, "Decided"), list(plan.words)];
@@ -48,6 +52,19 @@ export function summary(plan: Plan): HTMLElement[] {
   if (own.cost.length) parts.push(h("h3", {}, "Cost"), list(own.cost));
   if (plan.constraints.length) parts.push(h("h3", {}, "Asked for, and its price"), list(plan.constraints));
   if (plan.notes.length) parts.push(h("h3", {}, "Notes"), list(plan.notes));
-  parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), h("p", {}, "Made by ", h("code", {}, plan.command)));
+  parts.push(h("h3", {}, "Assumed"), list(plan.assumptions), ...madeBy(plan));
   return parts;
+}
+
+function pipeline(own: Summary): [string, string, string] {
+  const parts = `${own.num_microbatches} microbatch${own.num_microbatches > 1 ? "es" : ""} a step`;
+  const each = `; a device works on ${own.at_once} of ${own.samples} samples at a time`;
+  return own.num_stages > 1 ? ["pipeline", `${own.num_stages} stages`, `schedule ${own.schedule}, ${parts}${each}`] : ["pipeline", "none", `each device runs the whole model; ${parts}${each}`];
+}
+
+function madeBy(plan: Plan): HTMLElement[] {
+  const { command, path, summary: own } = plan;
+  const code = h("code", {}, command);
+  const made = command.length > LONG ? details(`The command that made it with parloom ${own.parloom}, with its cluster`, code) : h("p", {}, `Made with parloom ${own.parloom} by `, code);
+  return plan.is_file ? [made, h("p", {}, "To prove it and to train with it: ", h("code", {}, `parloom verify ${path}`), " and ", h("code", {}, `parloom run ${path} -- train.py`))] : [made];
 }

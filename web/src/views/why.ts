@@ -1,8 +1,11 @@
-import { Chart, ink } from "../chart";
+import { Chart, colorOf, ink } from "../chart";
 import type { Plan, Versus } from "../data";
 import { h, list, table, type Cell } from "../dom";
 import { front } from "./front";
 import { bytes, cause, percent, picoseconds, seconds, signed } from "../format";
+
+/** Causes that are drawn by themselves; all are in the table. */
+const MOST = 8;
 
 /** Other plans, and by which causes they differ. */
 export function why(plan: Plan): HTMLElement[] {
@@ -26,26 +29,39 @@ export function compared(others: Versus[], label: string): HTMLElement[] {
   const names = others.map((other) => other.versus.name);
   const causes = [...new Set(others.flatMap((other) => other.causes.map(cause)))];
   const value = (other: Versus, name: string) => other.causes.filter((found) => cause(found) === name).reduce((sum, found) => sum + found.difference_ps, 0);
-  const used = causes.filter((name) => others.some((other) => value(other, name) !== 0));
+  const size = (name: string) => Math.max(...others.map((other) => Math.abs(value(other, name))));
+  const used = causes.filter((name) => size(name) > 0).sort((a, b) => size(b) - size(a));
+  const drawn = used.length > MOST ? used.slice(0, MOST - 1) : used;
+  const rest = used.filter((name) => !drawn.includes(name));
+  const series = drawn.map((name) => ({ name, data: others.map((other) => value(other, name)) }));
+  if (rest.length) series.push({ name: `${rest.length} other causes`, data: others.map((other) => rest.reduce((sum, name) => sum + value(other, name), 0)) });
+  const height = 50 + 46 * others.length;
   const data: Cell[][] = used.map((name) => [name, ...others.map((other) => signed(picoseconds, value(other, name)))]);
   data.push(["together", ...others.map((other) => signed(picoseconds, other.difference_ps))]);
-  const make = () => {
+  const make = (width: number) => {
     const { text, faint } = ink();
+    const left = Math.min(150, 0.3 * width);
     return {
-      grid: { left: 150, right: 24, top: 16, bottom: 24 + 22 * Math.ceil(used.length / 2) },
-      legend: { bottom: 0, textStyle: { color: text, width: 300, overflow: "truncate" } },
-      xAxis: { type: "value", axisLabel: { formatter: (ps: number) => (ps ? signed(picoseconds, ps) : "0"), color: text }, splitLine: { lineStyle: { color: faint } } },
-      yAxis: { type: "category", inverse: true, data: names, axisLabel: { color: text, width: 140, overflow: "truncate" } },
+      key: series.map(({ name }, index): [string, string] => [name, colorOf(index)]),
+      grid: { left, right: 30, top: 12, bottom: 28 },
+      xAxis: { type: "value", splitNumber: Math.max(2, Math.floor(width / 140)), axisLabel: { hideOverlap: true, formatter: (ps: number) => (ps ? signed(picoseconds, ps) : "0"), color: text }, splitLine: { lineStyle: { color: faint } } },
+      yAxis: { type: "category", inverse: true, data: names, axisLabel: { color: text, width: left - 10, overflow: "truncate" } },
       tooltip: { trigger: "item", valueFormatter: (ps: number) => signed(picoseconds, ps) },
-      series: used.map((name) => ({ name, type: "bar", stack: "all", data: others.map((other) => value(other, name)) })),
+      series: series.map((own) => ({ ...own, type: "bar", stack: "all" })),
     };
   };
-  const chart = new Chart(label, 90 + 46 * others.length + 22 * Math.ceil(used.length / 2), make, table(label, ["cause", ...names], data));
-  const memory: Cell[][] = others.map((other) => [other.versus.name, bytes(other.versus.peak_bytes), other.versus.fits ? "yes" : "no", ...[other.memory.map((row) => `${row.component} ${signed(bytes, row.difference_bytes)}`).join(", ")]]);
+  const chart = new Chart(label, height, make, table(label, ["cause", ...names], data));
+  const memory: Cell[][] = others.map((other) => [other.versus.name, bytes(other.versus.peak_bytes), other.versus.fits ? "yes" : "no", changed(other)]);
   return [
     h("h3", {}, label),
     list(others.map((other) => other.headline)),
     chart.element,
     table("Their memory at the peak, against the plan", ["plan", "peak", "fits", "difference"], memory),
   ];
+}
+
+/** Components of memory of which another plan has more or less. */
+function changed(other: Versus): string {
+  const rows = other.memory.filter((row) => row.difference_bytes !== 0);
+  return rows.map((row) => `${row.component} ${signed(bytes, row.difference_bytes)}`).join(", ") || "none";
 }

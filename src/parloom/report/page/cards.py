@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from parloom.cost.ledger import MAIN
 from parloom.ir.graph import FlatNode
-from parloom.report.case import Case, StageCase
+from parloom.report.case import Case, Place, StageCase
+from parloom.report.edges import PS, own_shares, runs_of
 from parloom.report.explain_name import name_explained
 from parloom.report.names import Names, Tensor
 from parloom.report.page.graph import operator_times
@@ -12,6 +14,8 @@ from parloom.report.page.sides import Side
 from parloom.search.runner_up import Play
 
 Document = dict[str, Any]
+Split = tuple[tuple[str, int, str], ...]
+"""Axes with their sizes, and what they split."""
 Say = Callable[[str], None]
 # Ways of an operator that are played for its card, and the least share of all operators' time that
 # an operator has whose ways are.
@@ -19,25 +23,30 @@ MOST_WAYS, LEAST_SHARE = 4, 0.005
 
 
 def cards(side: Side, say: Say) -> dict[str, Document]:
-    """One card for each operator of a block kind, by place and key as `place|key`."""
+    """Cards of operators, by place and key as `place|key`: one for all calls of a block kind, in
+    any stage, that are split alike; of other calls as `place|name`.
+    """
     found: dict[str, Document] = {}
+    ids: dict[tuple[Place, Split], str] = {}
     for case in side.cases():
-        wanted = [
-            (place, flat)
-            for place, flat in _operators(case)
-            if f"{place}|{flat.node.key}" not in found
-        ]
         names = Names(case.pcg.graph)
         times = {place: sum(both) for place, both in operator_times([case]).items()}
         least = LEAST_SHARE * sum(times.values())
-        for number, (place, flat) in enumerate(wanted):
-            is_large = times.get((place, flat.node.key), 0) > least
-            card = name_explained(
-                case, names.find(flat.key), _player(side, case), MOST_WAYS * is_large
-            )
-            found[f"{place}|{flat.node.key}"] = card
-            if is_large:
-                say(f"other ways of {flat.key}: {number + 1} of {len(wanted)} operators")
+        for place, flat in _operators(case):
+            ways = case.assigned.get(flat.key, {})
+            split = tuple(sorted((axis, case.mesh[axis].size, what) for axis, what in ways.items()))
+            if (place, split) not in ids:
+                is_large = times.get(place, 0) > least
+                most = MOST_WAYS * is_large
+                card = name_explained(case, names.find(flat.key), _player(side, case), most)
+                first = f"{place[0]}|{place[1]}"
+                ids[place, split] = f"{place[0]}|{flat.key}" if first in found else first
+                found[ids[place, split]] = card | {"alike": [], "alike_s": 0.0}
+                if is_large:
+                    say(f"other ways of {flat.key}")
+            card = found[ids[place, split]]
+            card["alike"].append(flat.key)
+            card["alike_s"] += sum(map(runs_of(case, flat).ps, own_shares(case, flat))) / PS
     return found
 
 
@@ -63,11 +72,8 @@ def _player(side: Side, case: Case) -> Play:
     return case.play if isinstance(case, StageCase) else side.play
 
 
-def _operators(case: Case) -> Iterator[tuple[str, FlatNode]]:
-    """Each operator of each block kind in the kind's first call."""
-    main, seen = case.pcg.graph.main.name, set[tuple[str, str]]()
+def _operators(case: Case) -> Iterator[tuple[Place, FlatNode]]:
+    """Each operator of each call."""
+    main = case.pcg.graph.main.name
     for flat in case.pcg.graph.flat():
-        place = "main" if flat.function == main else flat.function
-        if (place, flat.node.key) not in seen:
-            seen.add((place, flat.node.key))
-            yield place, flat
+        yield (MAIN if flat.function == main else flat.function, flat.node.key), flat

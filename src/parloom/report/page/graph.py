@@ -6,7 +6,7 @@ from typing import Any
 
 from parloom.cost.ledger import MAIN
 from parloom.ir.graph import Call, Function, Graph, Node
-from parloom.report.case import Case
+from parloom.report.case import Case, Place
 from parloom.report.explain import PS
 
 Document = dict[str, Any]
@@ -14,26 +14,24 @@ Document = dict[str, Any]
 MOST_NODES = 400
 
 
-def graph_view(graph: Graph, cases: Sequence[Case]) -> Document:
+def graph_view(graph: Graph, cases: Sequence[Case], num_devices: int) -> Document:
     """Functions with nodes and edges; times are of a step, in seconds, summed over all stages and
-    calls of a block kind; shares are of all of these together.
+    calls of a block kind; shares are of the step, the mean over `num_devices`.
     """
-    times = operator_times(cases)
+    times, shares = operator_times(cases), _shares(cases, num_devices)
     kinds = Counter(item.function for item in graph.main.body if isinstance(item, Call))
-    whole = sum(map(sum, times.values())) or 1
     splits = _splits(cases)
     functions = (graph.main, *(f for f in graph.functions if kinds[f.name]))
     return {
-        "whole_s": whole / PS,
         "functions": [
-            _function(graph, own, kinds[own.name] or 1, times, splits, whole) for own in functions
+            _function(graph, own, kinds[own.name] or 1, times, splits, shares) for own in functions
         ],
     }
 
 
-def operator_times(cases: Sequence[Case]) -> Mapping[tuple[str, str], tuple[int, int]]:
+def operator_times(cases: Sequence[Case]) -> Mapping[Place, tuple[int, int]]:
     """Picoseconds that operators compute and that values move for them, by place and key."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    found: dict[Place, list[int]] = defaultdict(lambda: [0, 0])
     for case in cases:
         for place, functions in case.variants.items():
             for function in functions:
@@ -43,12 +41,26 @@ def operator_times(cases: Sequence[Case]) -> Mapping[tuple[str, str], tuple[int,
     return {place: (computed, moved) for place, (computed, moved) in found.items()}
 
 
-def _splits(cases: Sequence[Case]) -> Mapping[tuple[str, str], Mapping[str, str]]:
-    """What each mesh axis splits of an operator."""
+def _shares(cases: Sequence[Case], num_devices: int) -> Mapping[Place, float]:
+    """Which share of the step operators take, the mean over all devices."""
+    found = defaultdict[Place, float](float)
+    for case in cases:
+        weight = case.decisions.num_ranks / num_devices / max(1, case.timeline.step_ps)
+        for place, both in operator_times([case]).items():
+            found[place] += sum(both) * weight
+    return found
+
+
+def _splits(cases: Sequence[Case]) -> Mapping[Place, Mapping[str, str]]:
+    """What each mesh axis splits of an operator, in most calls first."""
+    found = defaultdict[Place, dict[str, Counter[str]]](dict)
+    for case in cases:
+        for place, axes in case.splits.items():
+            for axis, ways in axes.items():
+                found[place].setdefault(axis, Counter()).update(ways)
     return {
         place: {axis: ", ".join(what for what, _ in c.most_common()) for axis, c in axes.items()}
-        for case in cases
-        for place, axes in case.splits.items()
+        for place, axes in found.items()
     }
 
 
@@ -56,9 +68,9 @@ def _function(
     graph: Graph,
     function: Function,
     calls: int,
-    times: Mapping[tuple[str, str], tuple[int, int]],
-    splits: Mapping[tuple[str, str], Mapping[str, str]],
-    whole_ps: int,
+    times: Mapping[Place, tuple[int, int]],
+    splits: Mapping[Place, Mapping[str, str]],
+    shares: Mapping[Place, float],
 ) -> Document:
     place = MAIN if function is graph.main else function.name
     items = list(_items(function))
@@ -70,10 +82,10 @@ def _function(
                 item,
                 times.get((place, item.key), (0, 0)),
                 splits.get((place, item.key), {}),
-                whole_ps,
+                shares.get((place, item.key), 0.0),
             )
             if isinstance(item, Node)
-            else _call(item, count, times, whole_ps)
+            else _call(item, count, times, shares)
         )
     edges = Counter[tuple[int, int]]()
     for index, (item, _, _) in enumerate(items):
@@ -114,7 +126,7 @@ def _follows(before: Call, call: Call) -> bool:
 
 
 def _operator(
-    node: Node, times: tuple[int, int], splits: Mapping[str, str], whole_ps: int
+    node: Node, times: tuple[int, int], splits: Mapping[str, str], share: float
 ) -> Document:
     value = node.results[0] if node.results else None
     return {
@@ -125,13 +137,13 @@ def _operator(
         "shape": f"{value.spec.dtype}{list(value.spec.shape)}" if value else "",
         "own_s": times[0] / PS,
         "moving_s": times[1] / PS,
-        "share": sum(times) / whole_ps,
+        "share": share,
         "splits": dict(splits),
     }
 
 
 def _call(
-    call: Call, count: int, times: Mapping[tuple[str, str], tuple[int, int]], whole_ps: int
+    call: Call, count: int, times: Mapping[Place, tuple[int, int]], shares: Mapping[Place, float]
 ) -> Document:
     own = [found for (place, _), found in times.items() if place == call.function]
     return {
@@ -143,6 +155,6 @@ def _call(
         "shape": f"{call.results[0].spec.dtype}{list(call.results[0].spec.shape)}",
         "own_s": sum(computed for computed, _ in own) / PS,
         "moving_s": sum(moved for _, moved in own) / PS,
-        "share": sum(map(sum, own)) / whole_ps,
+        "share": sum(share for (place, _), share in shares.items() if place == call.function),
         "splits": {},
     }

@@ -1,5 +1,6 @@
 """Devices, links and traffic: which mesh axis crosses which level, and who sends to whom."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ from numpy.typing import NDArray
 from parloom.cost.ledger import HOST, Ledger, Program, Sent, pipeline_ledger
 from parloom.cost.stages import transfer_bytes
 from parloom.ir.lower_stages import group_lists
-from parloom.ir.mesh import Mesh
+from parloom.ir.mesh import Level, Mesh
+from parloom.ir.regular_parts import joined, regular_parts
 from parloom.report.case import PipelineCase, Step
 from parloom.report.explain import PS
 from parloom.report.page.sides import Side
@@ -26,11 +28,14 @@ MOST_SHIFTS = 128
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Devices that run the same stages, numbered from 0 on by `meshes`, and the step of one."""
+    """Devices that run the same stages, numbered from 0 on by `meshes`, and the step of one;
+    `levels` are those of the part of the cluster that they are in.
+    """
 
     name: str
     devices: Numbers
     meshes: tuple[Mesh, ...]
+    levels: tuple[Level, ...]
     ledger: Ledger
 
 
@@ -39,12 +44,13 @@ def network_view(side: Side) -> Document:
     found = list(groups(side.step))
     return {
         "devices": device_words(side.step.cluster),
-        "levels": [_level(side.step, index) for index in range(len(side.step.cluster.levels))],
-        "groups": [_group(side.step, group) for group in found],
+        "levels": _levels(side.step, found),
+        "parts": _nests(side.step),
+        "groups": [_group(group) for group in found],
         "collectives": [
             {"group": group.name, **_sent(sent)}
             for group in found
-            for sent in sorted(group.ledger.sent, key=lambda sent: (-sent.num_bytes, sent.group))
+            for sent in sorted(group.ledger.sent, key=lambda s: (-s.waited_ps, -s.ps, s.group))
         ],
         "traffic": _traffic(side.step, found),
     }
@@ -55,7 +61,8 @@ def groups(step: Step) -> Iterator[Group]:
     names = process_names(step.decisions)
     if not isinstance(step, PipelineCase):
         count = step.decisions.num_ranks
-        yield Group(names[0], np.arange(count), (step.decisions.mesh,), step.ledger)
+        levels = step.cluster.levels
+        yield Group(names[0], np.arange(count), (step.decisions.mesh,), levels, step.ledger)
         return
     planned = step.decisions.stages
     for index, (own, _) in enumerate(group_lists(step.decisions)):
@@ -63,25 +70,58 @@ def groups(step: Step) -> Iterator[Group]:
         alone = replace(step.timeline, processes=(step.timeline.processes[index],))
         devices = np.concatenate([np.asarray(part) for part in planned[own[0]].devices])
         meshes = tuple(planned[i].mesh for i in own)
-        yield Group(names[index], devices, meshes, pipeline_ledger(alone, [(1, programs)]))
+        levels = step.player.own(planned[own[0]]).levels
+        own_ledger = pipeline_ledger(alone, [(1, programs)])
+        yield Group(names[index], devices, meshes, levels, own_ledger)
 
 
-def _level(step: Step, index: int) -> Document:
-    level, ledger = step.cluster.levels[index], step.ledger
-    busy = ledger.busy.get(level.name, 0)
-    return {
-        "name": level.name,
-        "size": level.size,
-        "fabric": level.fabric,
-        "bytes_per_s": level.link.bandwidth_bytes_per_s,
-        "oversubscription": level.oversubscription,
-        "busy_s": busy / PS,
-        "share": busy / max(1, ledger.step_ps),
-    }
+def _levels(step: Step, found: Sequence[Group]) -> list[Document]:
+    """Levels with what keeps the links of a device busy, on average: collectives and messages; of a
+    mixed cluster those of its parts, and then those that join them.
+    """
+    cluster, busy = step.cluster, Counter(step.ledger.busy)
+    total = sum(len(group.devices) for group in found)
+    for message in step.timeline.messages:
+        sender, receiver = (
+            found[end].devices.tolist() for end in (message.sender, message.receiver)
+        )
+        join = joined(cluster, sender, receiver)
+        crossed = join.cluster.levels[join.level].name
+        busy[crossed] += (message.end_ps - message.start_ps) * len(sender) // total
+    inner = [level for part in regular_parts(cluster) for level in part.alone.levels]
+    levels = {level.name: level for level in (*(inner if cluster.parts else ()), *cluster.levels)}
+    return [
+        {
+            "name": level.name,
+            "size": level.size,
+            "fabric": level.fabric,
+            "bytes_per_s": level.link.bandwidth_bytes_per_s,
+            "oversubscription": level.oversubscription,
+            "busy_s": busy[level.name] / PS,
+            "share": busy[level.name] / max(1, step.ledger.step_ps),
+        }
+        for level in levels.values()
+    ]
 
 
-def _group(step: Step, group: Group) -> Document:
-    mesh, levels = group.meshes[0], step.cluster.levels
+def _nests(step: Step) -> list[Document]:
+    """The regular parts of the cluster, with their levels from the innermost on."""
+    mixed = bool(step.cluster.parts)
+    return [
+        {
+            "device": part.cluster.device.name,
+            "levels": [
+                {"name": level.name, "size": level.size}
+                for level in (part.alone if mixed else part.cluster).levels
+                if level.size > 1
+            ],
+        }
+        for part in regular_parts(step.cluster)
+    ]
+
+
+def _group(group: Group) -> Document:
+    mesh, levels = group.meshes[0], group.levels
     return {
         "name": group.name,
         "devices": [int(group.devices[0]), int(group.devices[-1])],

@@ -21,7 +21,7 @@ class Side:
 
     `others` are plans of the same question by name, which it is compared with; `observed` is a step
     of a run and its number; `front` is what was planned beside it on other clusters and parts of
-    them (`report.fronts`).
+    them (`report.fronts`). A plan that `is_file` may be run by its path.
     """
 
     path: str
@@ -30,6 +30,7 @@ class Side:
     others: Mapping[str, Case | PipelineCase]
     observed: tuple[int, Timeline] | None = None
     front: Document | None = None
+    is_file: bool = False
 
     @property
     def plan(self) -> Plan:

@@ -17,6 +17,7 @@ from parloom.cost.timeline import (
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.regular_parts import memory_of
 from parloom.report.explain import PS
+from parloom.report.gantt import pass_of
 from parloom.report.memory import largest_tensors, recomputed
 from parloom.report.page.sides import Side
 from parloom.report.trace import ACTIONS
@@ -26,6 +27,13 @@ Document = dict[str, Any]
 # Slices of all processes together; of more, neighbors are drawn as one, named after the longest.
 MOST_SLICES = 20_000
 MORE = " and its neighbors"
+PASSES = {
+    "P": "prologue",
+    "F": "forward pass",
+    "B": "backward pass",
+    "W": "gradients of weights",
+    "U": "reduce and update",
+}
 # Points of a line of memory.
 POINTS = 240
 # Processes whose memory is drawn; of more, those that hold most.
@@ -108,7 +116,8 @@ def _messages(timeline: Timeline, index: int) -> Iterator[Slice]:
 
 def _actions(process: Process, words: Words) -> Document:
     spans = [
-        [span.start_ps, span.played.ps, words(span.name), words("action")] for span in process.spans
+        [span.start_ps, span.played.ps, words(span.name), words(PASSES[pass_of(span.name)])]
+        for span in process.spans
     ]
     return {"name": ACTIONS, "slices": spans}
 
@@ -137,12 +146,20 @@ def _as_one(run: Sequence[Slice]) -> Slice:
     return replace(longest, name=name, start_ps=run[0].start_ps, end_ps=end_ps)
 
 
+def device_limits(side: Side) -> list[int]:
+    """What the plan may use of a device of each group."""
+    step, cases = side.step, side.cases()
+    devices = [cases[own[0]].cluster.device for own, _ in group_lists(side.plan.decisions)]
+    return [memory_limit(side.plan, memory_of(step.cluster, device.name)) for device in devices]
+
+
 def memory_view(side: Side) -> Document:
     """Bytes by component over the step, at the peak, and the largest tensors of each process."""
     timeline, names = side.step.timeline, process_names(side.plan.decisions)
     peaks = [process.peak_bytes for process in timeline.processes]
     order = sorted(range(len(peaks)), key=lambda index: -peaks[index])[:MOST_PROCESSES]
     lists = [own for own, _ in group_lists(side.plan.decisions)]
+    limits = device_limits(side)
     cases = side.cases()
     found = []
     for index in sorted(order):
@@ -151,6 +168,7 @@ def memory_view(side: Side) -> Document:
             {
                 "name": names[index],
                 "peak_bytes": memory.peak,
+                "limit_bytes": limits[index],
                 "at_peak": dict(zip(COMPONENTS, memory.at_peak, strict=True)),
                 "lines": sampled(timeline, index, POINTS),
                 "largest": largest_tensors([cases[i] for i in lists[index]]),
@@ -159,8 +177,6 @@ def memory_view(side: Side) -> Document:
     peak = side.step.ledger.peak
     return {
         "components": list(COMPONENTS),
-        "limit_bytes": memory_limit(side.plan, memory_of(side.step.cluster)),
-        "device_bytes": memory_of(side.step.cluster),
         "during": {"action": peak.action, "module": peak.prefix, "operator": peak.name},
         "step_s": timeline.step_ps / PS,
         "processes": found,

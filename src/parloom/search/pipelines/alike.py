@@ -35,12 +35,16 @@ class AlikeStages:
         """The program of one stage; see `lower`."""
         return self._lowered(parts.graphs[index], StageDecisions(decisions, parts).of(index))
 
+    def factored(self, graph: Graph) -> Factored:
+        """The graph of a stage with the factors of its operators."""
+        if id(graph) not in self._factored:
+            self._factored[id(graph)] = graph, factorize(graph)
+        return self._factored[id(graph)][1]
+
     def _lowered(self, graph: Graph, own: Decisions) -> PCG:
         key = tuple(_form(graph, own))
         if key not in self._known:
-            if id(graph) not in self._factored:
-                self._factored[id(graph)] = graph, factorize(graph)
-            self._known[key] = lower(graph, own, factored=self._factored[id(graph)][1])
+            self._known[key] = lower(graph, own, factored=self.factored(graph))
         return self._known[key]
 
 

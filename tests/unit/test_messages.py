@@ -1,0 +1,40 @@
+"""Messages on stderr: as wide as the terminal, and whole where there is none."""
+
+import fcntl
+import os
+import struct
+import sys
+import termios
+
+import pytest
+
+from parloom.cli_output import say
+from parloom.report.output import message
+
+
+def test_messages_are_as_wide_as_the_terminal_and_hang() -> None:
+    text = "error: nothing was written: " + "many words " * 12 + "\n" + "one item of more " * 8
+    shown = message(text, 60).split("\n")
+    assert all(len(line) <= 60 for line in shown)
+    assert [line for line in shown if not line.startswith(" ")] == [shown[0]]
+    assert sum(line.startswith("    ") for line in shown) > 1  # what is broken off an item hangs
+    assert " ".join(" ".join(shown).split()) == " ".join(text.split())
+    path = f"cannot read /{'very/' * 30}long.json: no such file"
+    assert f"/{'very/' * 30}long.json:" in message(path, 60)  # to be copied
+
+
+def test_messages_for_no_terminal_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    say("word " * 100)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_messages_for_a_terminal_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = os.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        say("word " * 20)
+        lines = os.read(leader, 1000).decode().split("\r\n")
+    os.close(leader)
+    assert [len(line) <= 40 for line in lines] == [True] * len(lines)
+    assert len(lines) == 3

@@ -1,0 +1,90 @@
+"""A report whose content is known, in a browser: names, frames, and what is not to happen."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright", reason="the browser is driven by playwright")
+from playwright.sync_api import Browser
+
+from parloom.comparators.baselines import data_parallel
+from parloom.notebook import Report
+from tests.unit.pages import CLUSTER, document_of, side_of
+from tests.web.conftest import GRAPH
+from tests.web.driven import CHROMIUM, Seen
+
+if CHROMIUM is None:
+    pytest.skip("no chromium on this machine", allow_module_level=True)
+
+
+def test_a_parameter_is_found_by_a_part_of_its_name(browser: Browser, folder: Path) -> None:
+    seen = Seen(browser, folder / "one.html")
+    finder = seen.page.get_by_role("searchbox").first
+    finder.fill("head.w")
+    found = seen.page.locator(".found button")
+    assert found.all_text_contents() == ["head.weight"]
+    found.first.focus()
+    seen.page.keyboard.press("Enter")
+    card = seen.page.locator("aside.card")
+    assert card.locator("h2").text_content() == "head.weight"
+    assert card.get_by_text("How it is stored, and how much of it on each device").count() == 1
+    finder.fill("no such name")
+    assert "no operator or parameter" in (seen.page.locator(".found").text_content() or "")
+    assert seen.faults == []
+    seen.page.close()
+
+
+def test_stages_that_branch_say_what_they_read(browser: Browser, folder: Path) -> None:
+    seen = Seen(browser, folder / "branches.html")
+    rows = seen.page.locator("section#changes tbody tr")
+    assert [(row.locator("td").last.text_content()) for row in rows.all()] == [
+        *["the batch alone"] * 3,
+        "0, 1, 2",
+    ]
+    assert "busy for 0.0%" not in (seen.page.locator(".topology").text_content() or "")
+    key = seen.page.locator("section#step .key li").all_text_contents()
+    assert {"forward pass", "backward pass"} <= set(key)
+    seen.page.close()
+
+
+def test_rewrites_say_what_they_save_or_why_they_stay(browser: Browser, folder: Path) -> None:
+    seen = Seen(browser, folder / "rewrites.html")
+    section = seen.page.locator("section#changes")
+    said = "".join(section.locator("p").all_text_contents()).replace("\N{NO-BREAK SPACE}", " ")
+    assert "Against the plan without it: 184 us less a step, 1.50 MiB more at the peak." in said
+    assert "It cannot be undone alone: stage 0 has no items" in said
+    table = section.locator("table", has_text="at its peak")
+    assert table.locator("tbody tr").count() == 2
+    assert section.locator("pre").count() == 2
+    assert "null" not in (section.text_content() or "")
+    assert seen.faults == []
+    assert seen.serious() == []
+    seen.page.close()
+
+
+def test_a_planted_request_is_blocked(browser: Browser, folder: Path, tmp_path: Path) -> None:
+    """The policy of the page holds: neither another script nor a request of the page's own runs."""
+    text = (folder / "one.html").read_text(encoding="utf-8")
+    planted = "<script>document.title='planted'; fetch('https://example.org/')</script></body>"
+    path = tmp_path / "planted.html"
+    path.write_text(text.replace("</body>", planted), encoding="utf-8")
+    found = Seen(browser, path)
+    assert found.page.title() != "planted"
+    blocked = "() => fetch('https://example.org/').then(() => 'sent', () => 'blocked')"
+    assert found.page.evaluate(blocked) == "blocked"
+    assert any("Content Security Policy" in fault for fault in found.faults)
+    found.page.close()
+
+
+def test_in_a_notebook_it_is_drawn_in_a_frame(
+    browser: Browser, folder: Path, tmp_path: Path
+) -> None:
+    """Sandboxed, as the text of a frame of another page, without a request or an error."""
+    document = document_of(side_of(GRAPH, next(data_parallel(GRAPH, CLUSTER))))
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html>{Report(document)._repr_html_()}", encoding="utf-8")
+    found = Seen(browser, path)
+    frame = found.page.frame_locator("iframe")
+    frame.locator("figure canvas").first.wait_for()
+    assert found.faults == []
+    found.page.close()
