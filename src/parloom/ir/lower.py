@@ -38,6 +38,8 @@ from parloom.ir.pcg import (
     PCG,
     TIME,
     Item,
+    Movement,
+    PCall,
     PFunction,
     PParameter,
     PValue,
@@ -157,6 +159,7 @@ class _Lowering:
         ends |= {v.name for v in leaving}
         items = _without(self.hoist.items, body.items, ends)
         main = PFunction("forward", "forward", tuple(inputs), items, ())
+        self.check_caches(main)
         return PCG(
             self.graph,
             self.decisions,
@@ -172,6 +175,26 @@ class _Lowering:
             tuple(self.hoist.values),
             self.beside.groups,
         )
+
+    def check_caches(self, main: PFunction) -> None:
+        """Raise `LayoutError` where a cache that is written is moved first: its copy would be."""
+        updated = {name for name, _ in self.graph.updates}
+        entries = {e.value.name: e.target for e in self.graph.of_kind(CACHE) if e.target in updated}
+        by_name = {function.name: function for function in self.variants.values()}
+        bodies = [(main, entries)]
+        for item in main.body:
+            if isinstance(item, PCall):
+                formal = zip(by_name[item.function].inputs, item.args, strict=True)
+                named = {f.name: entries[a.name] for f, a in formal if a.name in entries}
+                bodies.append((by_name[item.function], named))
+        for function, named in bodies:
+            for item in function.body:
+                if isinstance(item, Movement) and item.operand.name in named:
+                    raise LayoutError(
+                        f"{named[item.operand.name]}: a cache is written where it lies, and other"
+                        " programs of the plan, or microbatches, have it in another layout than"
+                        " what writes to it"
+                    )
 
     def sent(self, value: PValue) -> Layout:
         """The layout in which a value leaves for another stage: whole sums, no part twice.

@@ -24,7 +24,6 @@ from parloom.ir.layout import Layout, check
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import Step, plan_moves
 from parloom.ir.ops import OpDef, Rule, op_of
-from parloom.ir.ops.cache import WRITE_CACHE
 from parloom.ir.ops.rule import HALO, LOCAL
 from parloom.ir.pcg import (
     TIME,
@@ -134,11 +133,6 @@ class Body:
             carried = (a for a, _ in kept if a != TIME and a not in layout.partial_axes)
             states = (*rule.varying(index, assignment), *varying, *carried)
             operands.append(self.move(value, layout, states, gradient=op.differentiable))
-        if node.op == WRITE_CACHE and operands[0] is not sources[0]:
-            raise LayoutError(
-                f"{self.at}: a cache is written where it lies, and other programs of the plan, or"
-                " microbatches, have it in another layout than this operator"
-            )
         local = frozenset(f for f in assignment if rule.kind(f) == LOCAL)
         if op.expand is not None and (local or not op.emit):
             self.expand(node, op.expand(site_of(node, self.specs(node)), local), operands)

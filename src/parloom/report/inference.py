@@ -82,8 +82,8 @@ def inference_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) ->
 
 
 def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[str, str]]:
-    source = source_words(found.source, found.error, found.step_s)
     answer_s = inference.answer_s(found.step_s)
+    source = source_words(found.source, found.error, answer_s)
     rate, unit = rate_of(plan)
     lines = []
     if inference.prefill is None:
