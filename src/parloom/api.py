@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments, searching
+from parloom import inference as _inference
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
@@ -22,7 +23,7 @@ from parloom.cost.clusters import LoadedCluster, resolve_cluster
 from parloom.cost.measured import Source
 from parloom.cost.money import check_priced, parse_prices
 from parloom.cost.timeline import Timeline
-from parloom.errors import CaptureError, ParloomError, one_line
+from parloom.errors import CaptureError, InputError, ParloomError, one_line
 from parloom.execute import calibrate as calibration_run
 from parloom.execute import launch
 from parloom.execute.consistent import check_results
@@ -31,11 +32,13 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
+from parloom.execute.inference import source_of_programs
 from parloom.execute.log import StageTimes, last_observed
 from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer, optimizer_name
-from parloom.execute.program import NO_EVALUATION, lowered, training_program
+from parloom.execute.program import NO_EVALUATION, lowered
 from parloom.execute.prove import prove
+from parloom.execute.prove_inference import prove_inference
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
@@ -56,6 +59,9 @@ from parloom.tracing import write_trace as write_trace  # noqa: PLC0414 - part o
 Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
 Asked = dict[str, Any]  # arguments by name
+capture_inference = _inference.capture
+search_inference = _inference.find
+SERVE = ("-m", "parloom.execute.serve")
 
 
 def _silent(text: str) -> None:
@@ -258,7 +264,7 @@ def save(plan: Plan, folder: str | Path) -> dict[str, Path]:
     """Write `plan.json` and the generated `program.py` into `folder`; their paths."""
     folder = Path(folder)
     with uninterrupted():  # a search may have taken hours
-        source = training_program(plan).source
+        source = source_of_programs(plan)
         return {
             "plan": write_atomic(folder / "plan.json", plan_to_json(plan)),
             "source": write_atomic(folder / "program.py", source),
@@ -330,7 +336,7 @@ def save_calibration(calibration: Calibration, path: str | Path) -> Path:
 
 def generate(plan: Plan) -> str:
     """The source that every rank of the plan runs."""
-    return training_program(plan).source
+    return source_of_programs(plan)
 
 
 def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> VerifyReport:
@@ -339,6 +345,8 @@ def verify(plan: Plan, *, shrink: bool = False, progress: Say = _silent) -> Veri
     With `shrink`, a small copy of model and mesh is proved instead; the report says what shrank.
     Raises `FingerprintError` where the model has changed since the plan was made.
     """
+    if plan.inference is not None:
+        return prove_inference(plan, small=shrink, progress=progress)
     return prove(plan, small=shrink, progress=progress)
 
 
@@ -353,12 +361,19 @@ def run(
 ) -> int:
     """Start a training script on every rank of the plan; the exit code. The run ends where a rank
     waits for another one longer than `timeout_s`, by default ten minutes. Its third step is at
-    `trace`, as it ran and as it is simulated, for Perfetto.
+    `trace`, as it ran and as it is simulated, for Perfetto. A plan for inference is given a file of
+    requests in the place of a script (`execute.serve`).
     """
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
     chosen = load(file)
     usual: Asked = {"say": progress, "verbose": verbose, "timeout_s": timeout_s}
+    if chosen.inference is not None:
+        if trace is not None:
+            raise InputError("--trace is of training steps, and this plan is for inference")
+        if not script:
+            raise InputError("no requests: write `parloom run PLAN -- requests.jsonl [answers]`")
+        return launch.run(chosen, [*SERVE, *script], plan_path=file, **usual)
     with traced(chosen, trace, progress) as observed:
         return launch.run(chosen, script, plan_path=file, observed=observed, **usual)
 

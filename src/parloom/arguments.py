@@ -10,7 +10,7 @@ from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL, Objective
+from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL, OF_INFERENCE, Objective
 from parloom.ir.regular_parts import check_on_any
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
@@ -54,6 +54,9 @@ def check(model: object, asked: Mapping[str, object]) -> None:
     objective = asked.get("objective", Objective.TIME)
     if objective not in list(Objective):
         raise InputError(f"objective: none is {objective!r}{nearest(str(objective), Objective)}")
+    if not asked.get("inference") and (objective in OF_INFERENCE or asked.get("new_tokens")):
+        flag = "--new-tokens" if asked.get("new_tokens") else f"--objective {objective}"
+        raise InputError(f"{flag} goes with --inference")
     dtype, method = asked.get("dtype"), asked.get("method", "auto")
     if dtype is not None and dtype not in (*DTYPES, *DTYPES.values()):
         raise InputError(f"dtype: no dtype {dtype!r}{nearest(str(dtype), DTYPES)}")

@@ -20,6 +20,7 @@ import typer
 
 from parloom import __version__, arguments
 from parloom.cli_cluster import cluster_app, named_or_here
+from parloom.cli_inference import plan_inference
 from parloom.cli_money import plan_front, scale, tokens_of
 from parloom.cli_options import (
     BUDGET,
@@ -44,9 +45,11 @@ from parloom.cli_options import (
     Clusters,
     Days,
     Dtype,
+    Inference,
     Memory,
     Method,
     Model,
+    NewTokens,
     OptimizerName,
     Out,
     Pareto,
@@ -114,6 +117,8 @@ def plan(
     forbid: Annotated[list[str] | None, typer.Option(metavar="NAME=LAYOUT", help=FORBID)] = None,
     no_rewrites: Annotated[bool, typer.Option("--no-rewrites", help=NO_REWRITES)] = False,
     objective: Annotated[Objective | None, typer.Option(help=OBJECTIVE)] = None,
+    inference: Inference = False,
+    new_tokens: NewTokens = None,
     tokens: Tokens = None,
     days: Days = None,
     pareto: Pareto = False,
@@ -152,9 +157,15 @@ def plan(
         "objective": (objective or Objective.TIME).value,
         "price": price,
     }
-    arguments.check(model, captured | searched | {"require_gap": require_gap})
+    asked = captured | searched | {"require_gap": require_gap}
+    arguments.check(model, asked | {"inference": inference, "new_tokens": new_tokens})
     in_run, clusters = tokens_of(tokens), arguments.clusters_of(cluster)
     _quiet(verbose)
+    if inference:
+        of_training: Asked = {"tokens": tokens, "days": days, "pareto": pareto}
+        other = of_training | {"require_gap": require_gap}
+        plan_inference(model, captured, searched, new_tokens, objective, other, out, as_json)
+        return
     if pareto or days is not None or len(clusters) > 1:
         wanted: Asked = {"by": objective, "pareto": pareto, "in_run": in_run, "days": days}
         plan_front(model, clusters, captured, searched, wanted, out, require_gap, as_json)
@@ -217,7 +228,8 @@ def verify(
     _quiet(verbose)
     from parloom import api
 
-    report = api.verify(api.load(path), shrink=shrink, progress=_say)
+    chosen = api.load(path)
+    report = api.verify(chosen, shrink=shrink, progress=_say)
     if as_json:
         show_json(asdict(report))
     else:
@@ -225,7 +237,8 @@ def verify(
     if not report.passed:
         raise typer.Exit(EqualityError.exit_code)
     if not as_json:
-        _print(f"next: parloom run {path} -- train.py")
+        given = "train.py" if chosen.inference is None else "requests.jsonl answers.jsonl"
+        _print(f"next: parloom run {path} -- {given}")
 
 
 @app.command()

@@ -70,7 +70,17 @@ Price = Annotated[
         help="Dollars for an hour of a device: 2.10/gpu-h, or H100=2.10/gpu-h,A100=1.29/gpu-h.",
     ),
 ]
-OBJECTIVE = "The fastest plan (default), the cheapest a step, or the least peak memory."
+Inference = Annotated[
+    bool, typer.Option("--inference", help="Plan forward passes alone: nothing is trained.")
+]
+NewTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Generate N tokens after each prompt (--inference)."),
+]
+OBJECTIVE = (
+    "The fastest plan (default), the cheapest a step, or the least peak memory; of --inference the"
+    " shortest answer (default), or the most in a second."
+)
 PIN = (
     "Only plans that hold this: layers.0=n:x (axis x splits factor n), NAME=replicated,"
     " NAME=weights:sharded, BLOCK=recompute, mesh=2x4 (docs/reference/pins.md); may be repeated."

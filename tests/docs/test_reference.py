@@ -30,6 +30,9 @@ ASKED = {
         "plan zoo:mlp --out runs/f --cluster 2xA100 --pin head=replicated --tokens 1B --json",
         "plan zoo:mlp --method gpipe --out runs/c --cluster 2xcpu --batch 256 --json",
     ],
+    "plan-inference": [
+        "plan zoo:mlp --inference --method data_parallel --out runs/h --cluster 2xcpu --json"
+    ],
     "infeasible": [
         f"{PLAN} runs/d --cluster 2xcpu --memory 6MB --json",
         "plan zoo:mlp --out runs/d --cluster 2xcpu --pin head=n:x --forbid head=n:x --json",

@@ -39,7 +39,8 @@ class Operand:
             return self._indices(generator)
         if self.dtype == "bool":
             drawn = torch.rand(self.shape, generator=generator) < 0.6
-            return drawn.index_fill(-2, torch.tensor(1), False) if self.kind == "blind" else drawn
+            hidden = {"blind": -2, "unseen": 1}.get(self.kind)  # the dim whose second is all False
+            return drawn if hidden is None else drawn.index_fill(hidden, torch.tensor(1), False)
         shape = (*self.shape, 2) if self.is_complex else self.shape
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         change: dict[str, Callable[[Tensor], Tensor]] = {

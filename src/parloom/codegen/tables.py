@@ -1,6 +1,6 @@
 """The tables at the end of a generated program: mesh, tensors, parameters, units, schedule."""
 
-from parloom.ir.graph import DTYPE_BYTES, Input
+from parloom.ir.graph import CACHE, DTYPE_BYTES, Input
 from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
 from parloom.ir.microbatches import whole_input
@@ -33,6 +33,10 @@ def tables(pcg: PCG) -> str:
     lines += _block(
         "buffers",
         [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind("buffer")],
+    )
+    lines += _block(
+        "caches",
+        [_tensor(i.target, batch[i.value.name], pcg.mesh) for i in pcg.graph.of_kind(CACHE)],
     )
     arriving = [(i.target, i.value.name) for i in pcg.graph.of_kind(ARRIVING)]
     sent = zip(pcg.graph.leaving, pcg.leaving, strict=True)

@@ -11,8 +11,8 @@ from itertools import pairwise
 from parloom.cost.price import Price
 from parloom.cost.walk import Walker
 from parloom.cost.works import Exchange, Pass, Sizes, Track, summed
-from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.pcg import PCG, WHOLE, PParameter
+from parloom.ir.graph import CACHE, DTYPE_BYTES
+from parloom.ir.pcg import PCG, TIME, WHOLE, PParameter
 from parloom.ir.plan import Decisions, Optimizer, Storage
 from parloom.ir.step_program import (
     EACH_MICROBATCH,
@@ -260,13 +260,21 @@ class Parameters:
         return self._on(memory, parameter, parameter.decision.optimizer, width)
 
     def held_bytes(self) -> int:
-        """Module buffers and the batch."""
+        """Module buffers, caches and the batch."""
         entries = zip(self.pcg.graph.inputs, self.pcg.main.inputs, strict=True)
-        return sum(
+        return self.cache_bytes() + sum(
             value.spec.num_bytes if entry.kind == "batch" else self.walker.local_bytes(value)
             for entry, value in entries
             if entry.kind in ("buffer", "batch") and not entry.trainable
         )
+
+    def cache_bytes(self) -> int:
+        """Caches of all microbatches."""
+        entries = zip(self.pcg.graph.inputs, self.pcg.main.inputs, strict=True)
+        caches = [value for entry, value in entries if entry.kind == CACHE]
+        times = (self.pcg.num_microbatches if v.layout.shard(TIME) else 1 for v in caches)
+        sizes = map(self.walker.local_bytes, caches)
+        return sum(count * size for count, size in zip(times, sizes, strict=True))
 
     def home_bytes(self, parameter: PParameter) -> int:
         """Bytes of a whole home shard, as computed with."""

@@ -285,7 +285,7 @@ class _Body:
         if op.view:
             for value in item.results:
                 lives.share(item.operands[0], value)
-            return None, None
+            return self.written(item, op.writes), None
         local = local_operator(item, self.walker.mesh)
         if part is not None:
             local = replace(
@@ -319,6 +319,12 @@ class _Body:
         )  # fmt: skip
         undone = sending(self.walker, item, undone, backward=True)
         return forward, self.gathering_again(item, undone)
+
+    def written(self, item: Compute, operands: Sequence[int]) -> Work | None:
+        """Copies of operands to the memory of another one, if there are any."""
+        sizes = (self.walker.local_bytes(item.operands[index]) for index in operands)
+        seconds = self.kernels.stream_s(2 * sum(sizes))
+        return Work(item.node.key, item.node.op, seconds) if operands else None
 
     def kept(self, item: Compute, site: Site, scores: Scores | None) -> int:
         """Keep what the backward pass of an operator needs; the bytes of its own that it takes."""

@@ -15,7 +15,7 @@ from parloom.errors import InputError, ParloomError
 from parloom.execute.consistent import check_results
 from parloom.execute.optimizers import named_optimizer
 from parloom.input_files import MIB, read_input
-from parloom.ir.plan import FORMAT, Plan
+from parloom.ir.plan import FORMAT, NO_OPTIMIZER, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.regular_parts import used_cluster
 from parloom.ir.text import parse_graph
@@ -121,14 +121,20 @@ def read_plan(path: Path) -> Plan:
             f"{file}: cluster: {error}. If the file was edited by hand, undo that; `parloom plan"
             " --cluster` plans for another one"
         ) from error
-    wanted = named_optimizer(plan.optimizer.name)
+    trains = plan.inference is None
+    wanted = named_optimizer(plan.optimizer.name) if trains else NO_OPTIMIZER
     if plan.optimizer != wanted:
         raise InputError(
             f"{file}: optimizer: {wanted.name} keeps {wanted.num_states} states of each weight, and"
             f" the plan says {plan.optimizer.name!r} with {plan.optimizer.num_states}. If the file"
             " was edited by hand, undo that; `parloom plan --optimizer` plans for another one"
         )
-    for what, text in (("graph", plan.graph), ("evaluation_graph", plan.evaluation_graph)):
+    prompts = plan.inference.prefill_graph if plan.inference else ""
+    for what, text in (
+        ("graph", plan.graph),
+        ("evaluation_graph", plan.evaluation_graph),
+        ("inference.prefill_graph", prompts),
+    ):
         try:
             if text:
                 check_results(verify_graph(parse_graph(text)))

@@ -108,13 +108,13 @@ def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> C
     lists = action_lists(decisions, ranks)
     by_id = {id(own): own for own in lists}  # ranks of one group share a list
     texts = {key: tuple(map(str, own)) for key, own in by_id.items()}
-    loss = next(pcg.loss for pcg in stages.pcgs if pcg.loss is not None)
+    losses = (pcg.loss.spec.dtype for pcg in stages.pcgs if pcg.loss is not None)
     pipeline = Pipeline(
         programs,
         ranks,
         tuple(texts[id(own)] for own in lists),
         stages.cut.shared,
-        loss.spec.dtype,
+        next(losses, "float32"),
         _replica_numbers(decisions),
     )
     return CompiledStages(stages, compiled, pipeline)
@@ -197,8 +197,7 @@ def _lowered_evaluation(
     for own, pcg in zip(parts.graphs, trained, strict=True):
         mine = factored if own is graph else factorize(own)
         chosen = evaluation_decisions(own, mine, pcg, factorize(pcg.graph), count)
-        homes = {p.input.target: p.layout for p in pcg.parameters}
-        pcgs.append(lower(own, chosen, factored=mine, homes=homes))
+        pcgs.append(lower(own, chosen, factored=mine, homes=pcg.homes))
     for pcg in pcgs:
         verify_pcg(pcg)
     return LoweredStages(parts, tuple(pcgs))

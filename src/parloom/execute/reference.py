@@ -17,6 +17,7 @@ from parloom.capture.operators import packet
 from parloom.errors import InputError
 from parloom.execute.experts import experts
 from parloom.ir.graph import Arg, Call, Dtype, Function, Graph, Node, Ref, node_key
+from parloom.ir.ops.cache import WRITE_CACHE
 from parloom.runtime.memory import separate
 
 
@@ -291,6 +292,12 @@ def segments(data: Tensor, reduction: str, **options: Any) -> Tensor:
     return result
 
 
+def written(cache: Tensor, dim: int, position: Tensor | None, new: Tensor) -> Tensor:
+    """A copy of a cache with new rows from a position on."""
+    rows = torch.arange(new.shape[dim], device=cache.device)
+    return torch.index_copy(cache, dim, rows if position is None else rows + position, new)
+
+
 # Operators that capture writes and ATen does not have, or does not check.
 OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
@@ -299,6 +306,7 @@ OWN: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
         "parloom.put_each": put_each,
         "parloom.embedding_bag": padded_bags,
         "parloom.ragged_bag": bags,
+        WRITE_CACHE: written,
         "segment_reduce": segments,
     }
 )

@@ -288,12 +288,12 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
 ) -> Trainer:
     """A trainer for this rank of `plan`; `parloom.parallelize` says what the arguments are."""
     graph = parse_graph(plan.graph)
-    device, watch = _device(plan), watcher()
+    device, watch = device_of(plan), watcher()
     ranks = plan.decisions.num_ranks
     if ranks > 1 or "RANK" in os.environ:
-        _join(plan, device)
+        join_ranks(plan, device)
     # Rank 0 alone captures the model again: how long ranks may wait counts from the first step on.
-    together = _comm(Mesh((Axis("all", ranks, ((ranks, 1),)),)), _set_up_timeout(), watch)
+    together = comm_of(Mesh((Axis("all", ranks, ((ranks, 1),)),)), _set_up_timeout(), watch)
     with agreed(together, device):
         refuse_handed_over(model)
         optimizer = optimizers.checked(plan, optimizer)
@@ -303,10 +303,10 @@ def parallelize(  # noqa: PLR0913 - one argument per choice of the run
     training = training_program(plan, graph)
     evaluation = evaluation_program(plan, training.lowered)
     pipeline = training.pipeline
-    comm = _comm(pipeline.mesh, timeout(), watch)
+    comm = comm_of(pipeline.mesh, timeout(), watch)
     check_on_ranks(model, loss, plan, together, device)
     with agreed(together, device):
-        source = _values(model, graph, weights_path)
+        source = values_of(model, graph, weights_path)
         names = [i.target for i in graph.inputs if i.kind in ("parameter", "buffer")]
         values = [] if weights_path else [(name, source(name)) for name in names]
         told = begun(loggers, _settings(plan, seed)) if comm.rank == 0 else ()
@@ -366,7 +366,7 @@ def say_of_draws(graph: Graph, comm: Comm, exact_random: bool) -> None:
         print(DRAWS_DEPEND, file=sys.stderr, flush=True)
 
 
-def _values(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str], Tensor]:
+def values_of(model: nn.Module, graph: Graph, path: Path | None) -> Callable[[str], Tensor]:
     """Full tensors by name: the model's own, or those stored under `path` with its own buffers."""
     own = parameters_of(model, graph)
     stored = None if path is None else weights.import_safetensors(path)
@@ -392,14 +392,15 @@ def _set_up_timeout() -> timedelta:
     return max(timedelta(seconds=DEFAULT_TIMEOUT_S), timeout() or timedelta())
 
 
-def _comm(mesh: Mesh, longest: timedelta | None, watch: Watch) -> Comm:
+def comm_of(mesh: Mesh, longest: timedelta | None, watch: Watch) -> Comm:
     """The ranks that were started, or this one alone."""
     if not dist.is_initialized():
         return SingleComm(mesh)
     return DistributedComm(mesh, timeout=longest, tell=watch.waiting)
 
 
-def _device(plan: Plan) -> torch.device:
+def device_of(plan: Plan) -> torch.device:
+    """This rank's device."""
     if load_cluster(plan.cluster).backend != "nccl":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -412,7 +413,7 @@ def _device(plan: Plan) -> torch.device:
     return device
 
 
-def _join(plan: Plan, device: torch.device) -> None:
+def join_ranks(plan: Plan, device: torch.device) -> None:
     """Make the default process group unless the script did, and check its size."""
     if not dist.is_initialized():
         if "RANK" not in os.environ:

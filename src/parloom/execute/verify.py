@@ -65,6 +65,7 @@ class VerifyReport:
     steps: int
     shrunk: str = ""
     eager: EagerReport | None = None
+    of: str = "steps"
 
     def with_eager(self, eager: EagerReport) -> "VerifyReport":
         """The report of both comparisons; the plan is wrong where its reference is."""
@@ -77,7 +78,7 @@ class VerifyReport:
 
     def _line(self) -> str:
         ranks = "1 rank" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
-        what = f"{self.num_tensors} tensors on {ranks} over {self.steps} steps"
+        what = f"{self.num_tensors} tensors on {ranks} over {self.steps} {self.of}"
         shrunk = f" (shrunk: {self.shrunk})" if self.shrunk else ""
         if self.passed:
             return (

@@ -19,6 +19,7 @@ from functools import partial
 
 from parloom.errors import InputError
 from parloom.ir.graph import (
+    CACHE,
     Call,
     Function,
     Graph,
@@ -217,7 +218,7 @@ class Folder:
     def role(self, name: str, prefix: str) -> tuple[str, str]:
         """(kind, name below the prefix) of an operand; all activations are alike."""
         found = self.inputs.get(name)
-        if found is None or found.kind in ("batch", "constant"):
+        if found is None or found.kind in ("batch", CACHE, "constant"):
             return ("activation", "")
         return (found.kind, state_name(found, prefix))
 

@@ -127,15 +127,19 @@ class Function:
         return found
 
 
+CACHE = "cache"  # a kind of input of main
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """One input of main.
 
-    `kind` is parameter, buffer, batch, constant, or in the graph of a pipeline stage arriving (from
-    an earlier one); `target` the user's name of it (state-dict name or batch key); `aliases` other
-    names of a tied parameter; `data` the nested values of a constant. In the program of one
-    microbatch (`ir.microbatches.of_microbatch`) `samples` is the dim of samples of a batch tensor
-    that holds those of that microbatch.
+    `kind` is parameter, buffer, batch, cache (what earlier passes left and this one writes to),
+    constant, or in the graph of a pipeline stage arriving (from an earlier one); `target` the
+    user's name of it (state-dict name or batch key); `aliases` other names of a tied parameter;
+    `data` the nested values of a constant. In the program of one microbatch
+    (`ir.microbatches.of_microbatch`) `samples` is the dim of samples of a batch tensor that holds
+    those of that microbatch.
     """
 
     value: Value
@@ -180,7 +184,7 @@ class Graph:
     """A captured program.
 
     `loss` names a scalar value of main; `outputs` are (user's name, value) pairs for evaluation;
-    `updates` are (buffer name, value) pairs written back after the step; `training` is the mode
+    `updates` are (buffer or cache, value) pairs written back after the step; `training` is the mode
     that was captured; `recompute` names what the user's model checkpoints: block calls (by prefix),
     and modules with parts of them that are no block calls. `leaving` are values that later pipeline
     stages read, `boundary` what a stage knows of the others.
@@ -218,6 +222,12 @@ class Graph:
     def sample_dims(self) -> dict[str, int]:
         """The dims of samples of what a program of one microbatch has part of; else empty."""
         return {i.target: i.samples for i in self.inputs if i.samples is not None}
+
+    @property
+    def buffer_updates(self) -> tuple[tuple[str, str], ...]:
+        """Those of the updates that are of buffers."""
+        caches = {entry.target for entry in self.of_kind(CACHE)}
+        return tuple(pair for pair in self.updates if pair[0] not in caches)
 
     def of_kind(self, kind: str) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.kind == kind)

@@ -19,6 +19,7 @@ from parloom.errors import CutError, LayoutError
 from parloom.ir.adjacent import Adjacent, adjacent_parameters
 from parloom.ir.factors import Factored, factorize, follow
 from parloom.ir.graph import (
+    CACHE,
     Boundary,
     Call,
     FlatNode,
@@ -37,6 +38,8 @@ from parloom.ir.pcg import (
     PCG,
     TIME,
     Item,
+    Movement,
+    PCall,
     PFunction,
     PParameter,
     PValue,
@@ -50,6 +53,7 @@ from parloom.ir.samples import sample_dims
 from parloom.ir.stages import ARRIVING
 
 Homes = Mapping[str, Layout]
+KEPT = ("buffer", CACHE)  # what a pass leaves to the next
 
 
 def lower(
@@ -61,9 +65,9 @@ def lower(
 ) -> PCG:
     """Derive every layout and movement of `graph` under `decisions`.
 
-    `homes` fixes the compute layouts of parameters by name (an evaluation program uses the training
-    program's, and lays none beside another). Raises `LayoutError` for an illegal decision, naming
-    the operator by module path.
+    `homes` fixes the compute layouts of parameters, and those of caches, by name (an evaluation
+    program uses the training program's, and lays none beside another). Raises `LayoutError` for an
+    illegal decision, naming the operator by module path.
     """
     return _Lowering(graph, decisions, factored or factorize(graph), homes).run()
 
@@ -97,7 +101,8 @@ class _Lowering:
         self.samples = sample_dims(self.factored) if self.steps > 1 else {}
         functions = (graph.main, *graph.functions)
         self.names = {name for function in functions for name in function.specs()}
-        self.parameters = _parameters(self, homes or {})
+        self.homes = homes or {}
+        self.parameters = _parameters(self, self.homes)
         self.beside = Adjacent()
         if homes is None:
             self.beside = adjacent_parameters(graph, self.parameters, self.read_in_place)
@@ -106,6 +111,7 @@ class _Lowering:
             for i in graph.inputs
             if i.kind != "parameter"
         }
+        self.kept = {i.target: self.layouts[i.value.name] for i in graph.inputs if i.kind in KEPT}
         shards = {name: layout.shard(TIME) for name, layout in self.layouts.items()}
         given = {name: shard for name, shard in shards.items() if shard is not None}
         self.cuts = expanded(self.factored, given, self.steps, self.divides) if given else {}
@@ -135,7 +141,9 @@ class _Lowering:
             if self.steps > 1 and TIME not in found.layout.partial_axes:
                 raise LayoutError(f"the loss {self.graph.loss!r} is no sum over samples; {WAY_ON}")
             loss = body.move(found, Layout((), kept), ())
-        updates = tuple((n, body.move(body.values[v], Layout(), ())) for n, v in self.graph.updates)
+        updates = tuple(
+            (n, body.move(body.values[v], self.kept[n], ())) for n, v in self.graph.updates
+        )
         outputs = tuple(
             (
                 n,
@@ -153,6 +161,7 @@ class _Lowering:
         ends |= {v.name for v in leaving}
         items = _without(self.hoist.items, body.items, ends)
         main = PFunction("forward", "forward", tuple(inputs), items, ())
+        self.check_caches(main)
         return PCG(
             self.graph,
             self.decisions,
@@ -168,6 +177,26 @@ class _Lowering:
             tuple(self.hoist.values),
             self.beside.groups,
         )
+
+    def check_caches(self, main: PFunction) -> None:
+        """Raise `LayoutError` where a cache that is written is moved first: its copy would be."""
+        updated = {name for name, _ in self.graph.updates}
+        entries = {e.value.name: e.target for e in self.graph.of_kind(CACHE) if e.target in updated}
+        by_name = {function.name: function for function in self.variants.values()}
+        bodies = [(main, entries)]
+        for item in main.body:
+            if isinstance(item, PCall):
+                formal = zip(by_name[item.function].inputs, item.args, strict=True)
+                named = {f.name: entries[a.name] for f, a in formal if a.name in entries}
+                bodies.append((by_name[item.function], named))
+        for function, named in bodies:
+            for item in function.body:
+                if isinstance(item, Movement) and item.operand.name in named:
+                    raise LayoutError(
+                        f"{named[item.operand.name]}: a cache is written where it lies, and other"
+                        " programs of the plan, or microbatches, have it in another layout than"
+                        " what writes to it"
+                    )
 
     def sent(self, value: PValue) -> Layout:
         """The layout in which a value leaves for another stage: whole sums, no part twice.
@@ -203,10 +232,14 @@ class _Lowering:
         return spread(layout, value.spec.shape, self.mesh)
 
     def input_layout(self, kind: str, target: str, value: Value) -> Layout:
-        """Layout in which an input arrives: batch tensors as their first consumer wants them."""
+        """Layout in which an input arrives: batch tensors as their first consumer wants them, and
+        caches as what writes to them does.
+        """
         if kind == ARRIVING:
             return self.received(value)
-        uses = self.graph.uses.get(value.name, ()) if kind == "batch" else ()
+        if kind == CACHE and target in self.homes:
+            return self.homes[target]
+        uses = self.graph.uses.get(value.name, ()) if kind in ("batch", CACHE) else ()
         if not uses:
             return Layout()
         flat, index = uses[0]

@@ -19,7 +19,7 @@ from parloom.ir.pcg import PCG, TIME, PValue, Transfer, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
-from parloom.ir.stages import Crossing, Cut, StageDecisions, cut_plan
+from parloom.ir.stages import Crossing, Cut, StageDecisions, cut_plan, like
 
 ActionList = tuple[Action, ...]
 
@@ -74,6 +74,36 @@ def lower_stages(
     own = StageDecisions(decisions, parts)
     chosen = map(own.of, range(len(parts.graphs)))
     return LoweredStages(parts, tuple(map(lower, parts.graphs, chosen)))
+
+
+def lower_beside(
+    graph: Graph, decisions: Decisions, first: LoweredStages, *, factored: Factored | None = None
+) -> LoweredStages:
+    """The stages of another program of a plan, with weights and caches where `first` has them.
+
+    Its items are in stages like those of `first`. Raises `LayoutError` as `lower_stages` does.
+    """
+    if len(decisions.stages) == 1:
+        pcg = lower(graph, decisions, factored=factored, homes=first.only.homes)
+        return LoweredStages(Cut((graph,), (), {}), (pcg,))
+    parts, chosen = stages_beside(graph, decisions, first, factored)
+    pcgs = (
+        lower(own, decided, homes=pcg.homes)
+        for own, decided, pcg in zip(parts.graphs, chosen, first.pcgs, strict=True)
+    )
+    return LoweredStages(parts, tuple(pcgs))
+
+
+def stages_beside(
+    graph: Graph, decisions: Decisions, first: LoweredStages, factored: Factored | None = None
+) -> tuple[Cut, tuple[Decisions, ...]]:
+    """The graphs of these stages, and what is decided of each."""
+    placed = like(graph, first.cut, decisions)
+    stages = (replace(s, items=i) for s, i in zip(decisions.stages, placed, strict=True))
+    own = replace(decisions, stages=tuple(stages))
+    parts = staged(factored or factorize(graph), own, placed)
+    chosen = StageDecisions(own, parts)
+    return parts, tuple(map(chosen.of, range(len(parts.graphs))))
 
 
 class Stager:

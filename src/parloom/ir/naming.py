@@ -10,7 +10,7 @@ import keyword
 import re
 from dataclasses import replace
 
-from parloom.ir.graph import Call, Function, Graph, Node, Value, rename_node
+from parloom.ir.graph import CACHE, Call, Function, Graph, Node, Value, rename_node
 
 MAX_LENGTH = 60
 RESERVED = frozenset(
@@ -70,7 +70,7 @@ def readable(graph: Graph) -> Graph:
     taken = frozenset(f.name for f in graph.functions)
     names = Names(taken)
     renamed: dict[str, str] = {}
-    for kind in ("batch", "parameter", "buffer", "constant"):
+    for kind in ("batch", CACHE, "parameter", "buffer", "constant"):
         for item in graph.of_kind(kind):
             renamed[item.value.name] = names.take(item.target)
     main = rename_body(graph.main, renamed, names, graph)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from parloom.errors import InputError
 from parloom.ir.graph import (
+    CACHE,
     DTYPE_BYTES,
     Arg,
     Call,
@@ -33,7 +34,7 @@ COMMENT = re.compile(
     rf"#(?: (?P<path>{STRING}|[^\s\"@#]\S*))?(?: #(?P<index>\d+))?"
     rf"(?: @ (?P<source>{STRING}|\S+))?\Z"
 )
-KINDS = ("parameter", "buffer", "batch", "constant")
+KINDS = ("parameter", "buffer", "batch", CACHE, "constant")
 MAX_TEXT_CHARS = 1 << 28
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
 
-from parloom.ir.graph import Graph, Input, Node, TensorSpec
+from parloom.ir.graph import CACHE, Graph, Input, Node, TensorSpec
 from parloom.ir.layout import REPLICATED, Layout, local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.moves import Step
@@ -179,3 +179,10 @@ class PCG:
     @cached_property
     def by_name(self) -> dict[str, PFunction]:
         return {f.name: f for f in self.functions}
+
+    @property
+    def homes(self) -> dict[str, Layout]:
+        """Where what other programs of a plan have, too, lies: parameters and caches by name."""
+        inputs = zip(self.graph.inputs, self.main.inputs, strict=True)
+        found = {entry.target: value.layout for entry, value in inputs if entry.kind == CACHE}
+        return {p.input.target: p.layout for p in self.parameters} | found

@@ -184,6 +184,9 @@ class Optimizer:
         return 2 if self.name == "lamb" else 0
 
 
+NO_OPTIMIZER = Optimizer("none", 0)  # of a plan that trains nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Decisions:
     """Everything that the search chooses.
@@ -330,22 +333,63 @@ class ModelSource:
 
 
 class Objective(StrEnum):
-    """What a plan is chosen by: the time of a step, its dollars, or the peak of a device."""
+    """What a plan is chosen by: the time of a step, its dollars, or the peak of a device; what an
+    inference plan is: the time of an answer, or how much is answered in a second.
+    """
 
     TIME = "time"
     COST = "cost"
     MEMORY = "memory"
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+OF_INFERENCE = (Objective.LATENCY, Objective.THROUGHPUT)
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
     """What a plan was chosen by, where that is not its time: dollars of a step, or the peak bytes
-    of a device. No plan that was searched has less than `bound`, where that is known.
+    of a device; of inference the seconds of an answer, or those that each token, or each sample
+    where there are no tokens, takes of them. No plan that was searched has less than `bound`, where
+    that is known.
     """
 
     objective: Objective
     value: float
     bound: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """What a plan of forward passes alone serves, beside its own graph and decisions.
+
+    With `new_tokens` after each prompt the plan's graph is the program of one token, and the first
+    of them comes of the `prefill_graph` (as text), which has the same weights and caches where they
+    lie and splits operators as `prefill_nodes` say. Without, the plan's graph is all there is.
+    `cache_bytes` are those of the device that has most.
+    """
+
+    new_tokens: int = 0
+    prefill_graph: str = ""
+    prefill_nodes: tuple[NodeDecision, ...] = ()
+    prefill: Prediction | None = None
+    cache_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        nodes = _sorted(self.prefill_nodes, lambda n: n.key, "nodes of the prompt's program")
+        object.__setattr__(self, "prefill_nodes", nodes)
+
+    def answer_s(self, pass_s: float) -> float:
+        """The time of an answer, where a pass of the plan's graph takes so long."""
+        if self.prefill is None:
+            return pass_s
+        return self.prefill.step_s + (self.new_tokens - 1) * pass_s
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """How often the prompt's program runs for an answer, and the plan's own."""
+        return (1, self.new_tokens - 1) if self.new_tokens else (0, 1)
 
 
 class Status(StrEnum):
@@ -363,7 +407,8 @@ class Plan(Shown):
     `graph` is the captured training program as text (`ir.text`), so that no rank captures again;
     `evaluation_graph` the one captured in evaluation mode, empty where that is not possible.
     `settings` are the process's settings of torch that were not its defaults: (name, value).
-    `ranges` are the least and largest value of inputs: (input, least, largest).
+    `ranges` are the least and largest value of inputs: (input, least, largest). A plan for
+    `inference` trains nothing; its `prediction` and `bound_s` are of one pass of `graph`.
     """
 
     source: ModelSource
@@ -387,6 +432,7 @@ class Plan(Shown):
     settings: tuple[tuple[str, str], ...] = ()
     ranges: tuple[tuple[str, float, float], ...] = ()
     aim: Aim | None = None
+    inference: Inference | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -435,7 +481,8 @@ class Plan(Shown):
             "--batch": source.batch,
             "--seq": source.seq,
             "--dtype": names.get(source.dtype or "", source.dtype),
-            "--optimizer": self.optimizer.name,
+            "--optimizer": None if self.inference else self.optimizer.name,
+            "--new-tokens": (self.inference and self.inference.new_tokens) or None,
             "--method": self.method,
             "--objective": None if self.aim is None else self.aim.objective.value,
             "--microbatches": self.decisions.num_microbatches,
@@ -447,7 +494,7 @@ class Plan(Shown):
             given = ((flag[2:].replace("-", "_"), value) for flag, value in flags.items())
             asked = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
             return f"parloom.plan(model, batch, {asked})"
-        words = ["parloom", "plan", source.spec]
+        words = ["parloom", "plan", source.spec, *(["--inference"] if self.inference else [])]
         for flag, value in flags.items():
             if value is not None and value != usual.get(flag):
                 words += [flag, str(value)]

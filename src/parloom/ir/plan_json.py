@@ -30,14 +30,23 @@ from parloom.ir.plan import (
     Alternative,
     Constraint,
     Decisions,
+    Inference,
     ModelSource,
     NodeDecision,
     Optimizer,
     ParameterDecision,
     Plan,
-    Prediction,
     Stage,
     Storage,
+)
+from parloom.ir.plan_parts_json import (
+    CHANGED,
+    digest,
+    inference_document,
+    nodes_document,
+    prediction_document,
+    read_inference,
+    read_prediction,
 )
 
 MAX_RANKS = 1 << 20
@@ -64,10 +73,11 @@ def plan_to_json(plan: Plan) -> str:
         "optimizer": {"name": plan.optimizer.name, "num_states": plan.optimizer.num_states},
         "seed": plan.seed,
         "fingerprint": plan.fingerprint,
-        "prediction": _prediction(plan.prediction),
+        "prediction": prediction_document(plan.prediction),
         "bound_s": plan.bound_s,
         "solver_gap": plan.solver_gap,
         **({"aim": asdict(plan.aim)} if plan.aim else {}),
+        **({"inference": inference_document(plan.inference)} if plan.inference else {}),
         "status": plan.status,
         "alternatives": [
             {"name": a.name, "step_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
@@ -82,7 +92,7 @@ def plan_to_json(plan: Plan) -> str:
         **({"settings": dict(plan.settings)} if plan.settings else {}),
         **({"ranges": {name: ends for name, *ends in plan.ranges}} if plan.ranges else {}),
         "decisions": _decisions(plan.decisions),
-        "graphs_sha256": _digest(plan.graph, plan.evaluation_graph),
+        "graphs_sha256": digest(plan.graph, plan.evaluation_graph),
         "graph": plan.graph.split("\n"),
         "evaluation_graph": plan.evaluation_graph.split("\n"),
     }
@@ -103,46 +113,6 @@ def plan_from_json(text: str | bytes, where: str) -> Plan:
 def plan_hash(plan: Plan) -> str:
     """What names a plan in logs and checkpoints: 16 hexadecimal digits."""
     return hashlib.sha256(plan_to_json(plan).encode()).hexdigest()[:16]
-
-
-def _digest(graph: str, evaluation: str) -> str:
-    """Of both programs; it catches accidents, the proof catches everything else."""
-    return hashlib.sha256(f"{graph}\n\n{evaluation}".encode()).hexdigest()
-
-
-def _prediction(prediction: Prediction | None) -> dict[str, Any] | None:
-    if prediction is None:
-        return None
-    found: dict[str, Any] = {
-        "step_s": prediction.step_s,
-        "peak_bytes": prediction.peak_bytes,
-        "memory": dict(prediction.memory),
-        "source": prediction.source,
-        "error": prediction.error,
-    }
-    if prediction.cores is not None:
-        found["cores"] = prediction.cores
-    if prediction.peaks:
-        found["peaks"] = dict(prediction.peaks)
-    if prediction.waits_s:
-        found["waits_s"] = list(prediction.waits_s)
-    return found
-
-
-def _read_prediction(document: schema.PredictionDocument | None) -> Prediction | None:
-    if document is None:
-        return None
-    memory = tuple(document.memory.items())
-    return Prediction(
-        document.step_s,
-        document.peak_bytes,
-        memory,
-        document.source,
-        document.error,
-        document.cores,
-        tuple(document.peaks.items()),
-        tuple(document.waits_s),
-    )
 
 
 def _decisions(decisions: Decisions) -> dict[str, Any]:
@@ -167,7 +137,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
             }
             for stage in decisions.stages
         ],
-        "nodes": {n.key: {f: list(axes) for f, axes in n.factors} for n in decisions.nodes},
+        "nodes": nodes_document(decisions.nodes),
         "parameters": {p.name: _parameter(p) for p in decisions.parameters},
         "activations": {a.prefix: _activation(a) for a in decisions.activations},
     }
@@ -271,12 +241,8 @@ class _Reader:
             raise self._schema_error(error) from None
         decisions = self._decisions(document.decisions)
         graph, evaluation = "\n".join(document.graph), "\n".join(document.evaluation_graph)
-        if document.graphs_sha256 != _digest(graph, evaluation):
-            raise InputError(
-                f"{self.where}: graph: the program in this plan is not the one that was captured"
-                " (its digest differs): decisions may be edited by hand, programs may not; make a"
-                " new one with `parloom plan`"
-            )
+        if document.graphs_sha256 != digest(graph, evaluation):
+            raise InputError(f"{self.where}: graph: {CHANGED}")
         return Plan(
             source=ModelSource(**document.source.model_dump()),
             cluster=document.cluster,
@@ -286,7 +252,7 @@ class _Reader:
             decisions=decisions,
             graph=graph,
             evaluation_graph=evaluation,
-            prediction=_read_prediction(document.prediction),
+            prediction=read_prediction(document.prediction),
             alternatives=tuple(Alternative(**a.model_dump()) for a in document.alternatives),
             constraints=tuple(Constraint(**c.model_dump()) for c in document.constraints),
             assumptions=tuple(document.assumptions),
@@ -296,9 +262,22 @@ class _Reader:
             aim=Aim(**document.aim.model_dump()) if document.aim else None,
             status=document.status,
             notes=tuple(document.notes),
+            inference=self._inference(document.inference, decisions),
             settings=tuple(document.settings.items()),
             ranges=tuple((name, low, high) for name, (low, high) in document.ranges.items()),
         )
+
+    def _inference(
+        self, document: schema.InferenceDocument | None, decisions: Decisions
+    ) -> Inference | None:
+        if document is None:
+            return None
+        names = tuple(dict.fromkeys(n for s in decisions.stages for n in s.mesh.names))
+        nodes = self._nodes(("inference", "prefill_nodes"), document.prefill_nodes, names)
+        try:
+            return read_inference(document, nodes)
+        except InputError as error:
+            raise InputError(f"{self.where}: inference.prefill_graph: {error}") from None
 
     def _syntax(self) -> dict[str, Any]:
         try:
@@ -371,7 +350,7 @@ class _Reader:
                 raise self.error(("decisions", role), message)
         return Decisions(
             stages=stages,
-            nodes=self._nodes(document, names),
+            nodes=self._nodes(("decisions", "nodes"), document.nodes, names),
             parameters=tuple(
                 self._parameter(name, parameter, names)
                 for name, parameter in document.parameters.items()
@@ -456,11 +435,13 @@ class _Reader:
             )
         )
 
-    def _nodes(self, document: schema.DecisionsDocument, names: Names) -> tuple[NodeDecision, ...]:
+    def _nodes(
+        self, path: Path, document: dict[str, dict[str, list[str]]], names: Names
+    ) -> tuple[NodeDecision, ...]:
         result: list[NodeDecision] = []
-        for key, factors in document.nodes.items():
+        for key, factors in document.items():
             for factor, axes in factors.items():
-                self._axes(("decisions", "nodes", key, factor), axes, names)
+                self._axes((*path, key, factor), axes, names)
             pairs = tuple((factor, tuple(axes)) for factor, axes in factors.items())
             result.append(NodeDecision(key, pairs))
         return tuple(result)

@@ -189,6 +189,17 @@ class AimDocument(Document):
     bound: Number | None
 
 
+class InferenceDocument(Document):
+    """What a plan of forward passes serves."""
+
+    new_tokens: Index
+    cache_bytes: Index
+    prefill: PredictionDocument | None
+    prefill_nodes: dict[Name, dict[Name, list[Name]]]
+    prefill_sha256: str
+    prefill_graph: list[str]
+
+
 class PlanDocument(Document):
     """A whole plan file."""
 
@@ -204,6 +215,7 @@ class PlanDocument(Document):
     bound_s: Number | None
     solver_gap: Number | None
     aim: AimDocument | None = None
+    inference: InferenceDocument | None = None
     status: Annotated[Status, Field(strict=False)] = Status.COMPLETE
     alternatives: list[AlternativeDocument]
     constraints: list[ConstraintDocument] = []

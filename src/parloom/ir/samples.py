@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from math import gcd
 
 from parloom.ir.factors import Factored
-from parloom.ir.graph import Call, Function, Graph, Node
+from parloom.ir.graph import CACHE, Call, Function, Graph, Node
 from parloom.ir.ops.cuts import units
 from parloom.ir.ops.rule import HALO, OFFSET, RING, WHOLE, Rule
 
 # Operators whose result has the elements of what they read.
+SAMPLED = ("batch", CACHE)  # kinds of inputs that have samples
 SAME_ELEMENTS = ("_to_copy", "alias", "clone", "detach", "view")
 Part = tuple[str, str, int, int]  # function, value, dim, stride within the dim
 
@@ -46,7 +47,9 @@ class Classes:
 
 
 def sample_dims(factored: Factored) -> Mapping[str, int]:
-    """The dim of samples by the names of the batch tensors that have one; a stage knows them."""
+    """The dim of samples by the names of the batch tensors and caches that have one; a stage knows
+    them.
+    """
     graph = factored.graph
     if graph.boundary is not None:
         return graph.boundary.samples
@@ -102,7 +105,7 @@ def _chosen(
     graph: Graph, classes: Classes, weights: frozenset[Part], other: frozenset[Part]
 ) -> Mapping[str, int]:
     """The dims of one class, if possible none of `other`, and of those that meet it in pairs."""
-    entries = {e.target: e.value for e in graph.of_kind("batch")}
+    entries = {e.target: e.value for kind in SAMPLED for e in graph.of_kind(kind)}
     candidates: dict[Part, dict[str, int]] = {}
     for name, value in entries.items():
         for dim in range(len(value.spec.shape)):
@@ -172,7 +175,7 @@ def _mixed(classes: Classes, uses: list[tuple[Rule, dict[str, list[Part]]]]) -> 
 def _of_weights(graph: Graph, classes: Classes) -> Iterator[Part]:
     """Classes that a parameter, a buffer or a constant has."""
     for entry in graph.inputs:
-        if entry.kind != "batch":
+        if entry.kind not in SAMPLED:
             for dim in range(len(entry.value.spec.shape)):
                 for stride in classes.strides(graph.main.name, entry.value.name, dim):
                     yield classes.find((graph.main.name, entry.value.name, dim, stride))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parloom.errors import CutError, LayoutError, nearest
-from parloom.ir.graph import Call, Function, Graph, Input, Node, Value
+from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, Value
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
 from parloom.ir.plan import (
@@ -92,10 +92,10 @@ def cut_plan(
     replicas = decisions.replicas
     if len(replicas) == 1:
         return cut(graph, items, empty=empty)
-    if graph.updates:
+    if graph.buffer_updates:
         raise CutError(
-            f"{graph.updates[0][0]} is computed from all samples of a step, and a replica sees some"
-            " of them; leave out the microbatches of stages"
+            f"{graph.buffer_updates[0][0]} is computed from all samples of a step, and a replica"
+            " sees some of them; leave out the microbatches of stages"
         )
     graphs: dict[int, Graph] = {}
     crossings: list[Crossing] = []
@@ -132,8 +132,8 @@ def _owned_in_turns(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:
 def like(graph: Graph, parts: Cut, decisions: Decisions) -> list[tuple[str, ...]]:
     """The items of `graph` in stages like those of the training program that `parts` cuts.
 
-    An item that both have stays where it is; another one goes where its parameters are, or to the
-    stage that makes what it reads. A stage may end up with none.
+    An item that both have stays where it is; another one goes where its parameters and caches are,
+    or to the stage that makes what it reads. A stage may end up with none.
     """
     found: list[tuple[str, ...]] = [()] * len(parts.graphs)
     for members in decisions.replicas:
@@ -141,7 +141,8 @@ def like(graph: Graph, parts: Cut, decisions: Decisions) -> list[tuple[str, ...]
         homes = {
             entry.target: number
             for number, stage in reversed(list(enumerate(members)))
-            for entry in parts.graphs[stage].of_kind("parameter")
+            for entry in parts.graphs[stage].inputs
+            if entry.kind in ("parameter", CACHE)
         }
         for stage, keys in zip(members, placed(graph, homes, items), strict=True):
             found[stage] = keys
@@ -151,11 +152,12 @@ def like(graph: Graph, parts: Cut, decisions: Decisions) -> list[tuple[str, ...]
 def placed(
     graph: Graph, homes: Mapping[str, int], stages: Sequence[Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """All items of `graph` in stages: those of `stages` there, others where their parameters have
-    their `homes`, and none before what it reads.
+    """All items of `graph` in stages: those of `stages` there, others where their parameters and
+    caches have their `homes`, and none before what it reads.
     """
     known = {key: stage for stage, keys in enumerate(stages) for key in keys}
-    home_of = {i.value.name: homes.get(i.target, 0) for i in graph.of_kind("parameter")}
+    lying = (i for i in graph.inputs if i.kind in ("parameter", CACHE))
+    home_of = {i.value.name: homes.get(i.target, 0) for i in lying}
     made: dict[str, int] = {}
     found: list[list[str]] = [[] for _ in stages]
     for item in _Items(graph).owned:

@@ -12,10 +12,11 @@ from typing import TypeVar
 from parloom.errors import LayoutError, VerifyError, nearest
 from parloom.ir.adjacent import adjacent_problems
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
+from parloom.ir.graph import CACHE, DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import check
 from parloom.ir.moves import ADJOINTS, State, state
 from parloom.ir.ops import op_of
+from parloom.ir.ops.cache import WRITE_CACHE
 from parloom.ir.pcg import (
     PCG,
     TIME,
@@ -36,7 +37,7 @@ from parloom.ir.plan import (
 from parloom.ir.stages import ARRIVING, StageDecisions, cut_plan
 from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators, unknown_block
 
-KINDS = ("parameter", "buffer", "batch", "constant", ARRIVING)
+KINDS = ("parameter", "buffer", "batch", CACHE, "constant", ARRIVING)
 POLICIES = ("keep", "recompute")
 SHOWN = 5
 MAX_OPERATORS = 1_000_000
@@ -147,13 +148,32 @@ def _ends(graph: Graph) -> Problems:
         spec = specs.get(graph.loss)
         if spec is None or spec.shape or not spec.is_float:
             yield f"the loss {graph.loss!r} is no floating-point scalar of main"
-    buffers = {i.target: i.value.spec for i in graph.of_kind("buffer")}
+    kept = {i.target: i for kind in ("buffer", CACHE) for i in graph.of_kind(kind)}
     for target, name in graph.updates:
-        if buffers.get(target) != specs.get(name):
+        if target not in kept or kept[target].value.spec != specs.get(name):
             yield f"update of buffer {target!r} does not match it"
+    yield from _caches(graph)
     for user, name in graph.outputs:
         if name not in specs:
             yield f"output {user!r} is no value of main"
+
+
+def _caches(graph: Graph) -> Problems:
+    """A cache that one operator writes to has no other reader: who else reads it would see either
+    state. One that an earlier pass has left may stay as it is, and anybody reads it.
+    """
+    ids, after = graph.flat_ids, dict(graph.updates)
+    for entry in graph.of_kind(CACHE):
+        readers = [flat for flat, _ in graph.uses.get(entry.value.name, ())]
+        ops = [flat.node.op for flat in readers]
+        if entry.target not in after and WRITE_CACHE not in ops:
+            continue
+        if ops != [WRITE_CACHE]:
+            yield f"cache {entry.target!r} is not read by one {WRITE_CACHE} alone"
+        elif readers[0].operands[0] != entry.value.name:
+            yield f"cache {entry.target!r} is written to itself"
+        elif ids.get(after.get(entry.target, "")) != readers[0].results[0]:
+            yield f"cache {entry.target!r} is not left as it is written"
 
 
 def _inputs(graph: Graph) -> Problems:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from parloom.cost.money import Work, usd_per_hour, usd_per_step, work_of
-from parloom.cost.units import bytes_up, format_bytes, format_dollars
+from parloom.cost.units import bytes_up, format_bytes, format_dollars, format_seconds
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, HourlyPrice
-from parloom.ir.plan import Aim, Objective, Plan
+from parloom.ir.plan import OF_INFERENCE, Aim, Objective, Plan
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
@@ -65,7 +65,11 @@ def cost_lines(
 
 def aim_words(aim: Aim) -> str:
     """What a plan was chosen by, and what no other has less than."""
-    if aim.objective is Objective.MEMORY:
+    if aim.objective in OF_INFERENCE:
+        value, what = format_seconds(aim.value), f"the best {aim.objective} that was found"
+        bound = aim.bound and format_seconds(aim.bound)
+        least = f"no plan that is searched takes less than {bound}, however well it overlaps"
+    elif aim.objective is Objective.MEMORY:
         value, what = bytes_up(int(aim.value)), "the least peak that was found"
         bound = aim.bound and format_bytes(aim.bound)
         least = f"each plan of one stage that is searched holds {bound} or more"

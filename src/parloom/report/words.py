@@ -87,7 +87,9 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     if not stored and decisions.num_ranks > 1:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
-        lines.append(f"every device stores {kept}, with their gradients and optimizer state")
+        trains = any(entry.trainable for entry in graph.of_kind("parameter"))
+        beside = ", with their gradients and optimizer state" if trains else ""
+        lines.append(f"every device stores {kept}{beside}")
     blocks = sum(isinstance(item, Call) for item in graph.main.body)
     policies = Counter(
         f"{a.policy} {'some values' if a.lists else 'activations'}"

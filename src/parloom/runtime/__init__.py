@@ -6,6 +6,7 @@ from parloom.runtime.context import Context
 from parloom.runtime.context_parallel import causal_attention, ring_attention
 from parloom.runtime.evaluation import Evaluation
 from parloom.runtime.experts import collect, dispatch, expert_rows, grouped_mm, route, unroute
+from parloom.runtime.generation import Server
 from parloom.runtime.loss_scale import LossScale
 from parloom.runtime.mesh import Axis, Mesh, grid
 from parloom.runtime.moves import (
@@ -44,6 +45,7 @@ from parloom.runtime.operators import (
     segment_reduce,
     triangle,
     write,
+    write_cache,
 )
 from parloom.runtime.program import (
     Crossing,
@@ -97,6 +99,7 @@ __all__ = [
     "Pipeline",
     "Program",
     "Result",
+    "Server",
     "Shard",
     "SingleComm",
     "StepNode",
@@ -167,4 +170,5 @@ __all__ = [
     "unroute",
     "untake",
     "write",
+    "write_cache",
 ]

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from parloom.runtime.batches import Batches
+from parloom.runtime.caches import Caches
 from parloom.runtime.comm import Comm
 from parloom.runtime.passes import Losses, forward_pass, hoist
 from parloom.runtime.program import Action, Pipeline, TensorSpec
 from parloom.runtime.same import told_by_some
-from parloom.runtime.sharding import axes_of, put
 from parloom.runtime.step import Stages
 from parloom.runtime.transfers import Transfers
+from parloom.runtime.whole import collect
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,12 @@ class Evaluator:
         self._judging = judging(pipeline)
         self._parts = {part.stage: part for part in stages.parts if part.stage in self._judging}
 
-    def run(self, batches: Mapping[int, Batches]) -> Evaluation:
-        """Loss and full outputs of a batch, on every rank; `batches` are those of each stage."""
+    def run(
+        self, batches: Mapping[int, Batches], caches: Mapping[int, Caches] | None = None
+    ) -> Evaluation:
+        """Loss and full outputs of a batch, on every rank; `batches` are those of each stage, and
+        so are `caches`, which it writes to. A program without a loss has none: zero.
+        """
         programs, outputs = self.pipeline.programs, dict[str, Tensor]()
         losses = {s: Losses(p.comm) for s, p in self._parts.items() if programs[s].has_loss}
         self._transfers.begin_step()
@@ -61,6 +66,8 @@ class Evaluator:
             for action in self._actions:
                 part, program = self._parts[action.stage], programs[action.stage]
                 given = batches[action.stage].microbatch(action.microbatch)
+                if caches is not None:
+                    given |= caches[action.stage].of(action.microbatch)
                 result, _ = forward_pass(
                     part, program, action, given, hoisted[action.stage], self._transfers
                 )
@@ -74,8 +81,9 @@ class Evaluator:
             for of_stage in losses.values():
                 of_stage.launch()
             self._transfers.end_step()
-        loss = self._stages.total_loss(self.pipeline, losses)
-        stages = self._stages
+        stages, loss = self._stages, torch.zeros(())
+        if any(program.has_loss for program in programs):
+            loss = stages.total_loss(self.pipeline, losses)
         told = _told_to_all(self.pipeline, self._judging, outputs, stages.comm, stages.device)
         return Evaluation(loss, told)
 
@@ -84,15 +92,9 @@ def _collect(
     outputs: dict[str, Tensor], spec: TensorSpec, local: Tensor, comm: Comm, microbatch: int
 ) -> None:
     """Write every rank's shard of one microbatch's output into the full tensor."""
-    mesh = comm.mesh
-    axes = tuple(a for a in axes_of(spec.dims) if a in mesh.space)
-    group = comm.group(axes)
-    stacked = local.new_empty(group.size, *local.shape)
-    group.all_gather(stacked, local.contiguous()).wait()
     if spec.name not in outputs:
         outputs[spec.name] = local.new_empty(spec.shape)
-    for shard, rank in zip(stacked, mesh.group(axes, comm.rank), strict=True):
-        put(outputs[spec.name], shard, spec.dims, mesh, mesh.coordinates(rank, microbatch))
+    collect(outputs[spec.name], local, spec.dims, comm, microbatch)
 
 
 def _told_to_all(

@@ -229,6 +229,37 @@ def write(
     return written.narrow(dim, 0, size)
 
 
+def write_cache(
+    cache: Tensor,
+    dim: int,
+    position: Tensor | None,
+    new: Tensor,
+    ctx: Context | None = None,
+    digits: Digits = (),
+) -> Tensor:
+    """`cache` with `new` from `position` on along `dim`, written into its memory; with `digits`
+    that dim is sharded, and what belongs to other ranks is not written.
+    """
+    count = new.shape[dim]
+    if ctx is None:
+        if position is None:
+            cache.narrow(dim, 0, count).copy_(new)
+        else:
+            cache.index_copy_(dim, position + torch.arange(count, device=cache.device), new)
+        return cache
+    if count == 1 and position is not None:
+        place, inside = local_positions(position.reshape(1), ctx, digits)
+        there = cache.index_select(dim, place)
+        return cache.index_copy_(dim, place, torch.where(inside, new, there))
+    # Row by row of the shard: which new row belongs there, if any does.
+    source = indices(ctx, digits) - (0 if position is None else position)
+    inside = (source >= 0) & (source < count)
+    rows = new.index_select(dim, source.clamp(0, count - 1))
+    shape = [-1 if d == dim else 1 for d in range(cache.dim())]
+    cache.copy_(torch.where(inside.view(shape), rows, cache))
+    return cache
+
+
 def _with_room(x: Tensor, dim: int) -> Tensor:
     """`x` and one more row."""
     return torch.cat([x, torch.zeros_like(x.narrow(dim, 0, 1))], dim)

@@ -26,7 +26,7 @@ class Part:
 
 def make_parts(
     pipeline: Pipeline,
-    evaluation: Pipeline | None,
+    others: tuple[Pipeline, ...],
     source: Source,
     comm: Comm,
     device: torch.device,
@@ -36,14 +36,16 @@ def make_parts(
     exact_random: bool,
     watch: Callable[[str], None],
 ) -> tuple[Part, ...]:
-    """This rank's parts; every rank makes the groups of all stages."""
+    """This rank's parts; every rank makes the groups of all stages, and of those of `others`, which
+    compute with the same weights.
+    """
     parts = []
     for stage, (program, ranks) in enumerate(zip(pipeline.programs, pipeline.ranks, strict=True)):
         own: Comm | None = comm
         if len(pipeline.programs) > 1:
             groups = stage_groups(program)
-            if evaluation is not None:
-                groups += stage_groups(evaluation.programs[stage])
+            for other in others:
+                groups += stage_groups(other.programs[stage])
             own = comm.stage(program.mesh, ranks, groups, weight_groups(program))
         if own is None:
             continue

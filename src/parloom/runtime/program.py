@@ -131,7 +131,8 @@ class Program:
 
     `step` is the step program, in the order of one step; units stand in order of first use.
     `actions` is the schedule. `groups` are the axis tuples that the passes communicate over.
-    `prologue` computes values of the inputs only, which are summed over microbatches
+    `caches` are memory that passes write to and later ones read. `prologue` computes values of the
+    inputs only, which are summed over microbatches
     and handed to every `forward`. `arriving` comes from other stages and `leaving` goes
     there; one stage `has_loss`. `unread` are entries of the planned batch that no pass reads.
     With `by_microbatch` each microbatch is computed by itself, as gradient accumulation does: it
@@ -145,6 +146,7 @@ class Program:
     parameters: tuple[ParameterSpec, ...]
     forward: Forward
     buffers: tuple[TensorSpec, ...] = ()
+    caches: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     arriving: tuple[Crossing, ...] = ()
     leaving: tuple[Crossing, ...] = ()

@@ -46,7 +46,7 @@ def required_groups(program: Program) -> tuple[tuple[str, ...], ...]:
 def stage_groups(program: Program) -> tuple[tuple[str, ...], ...]:
     """`required_groups`, and those that whole tensors and outputs are gathered over."""
     dims = [spec.dims for spec in program.parameters]
-    dims += [spec.dims for spec in (*program.buffers, *program.outputs)]
+    dims += [spec.dims for spec in (*program.buffers, *program.caches, *program.outputs)]
     spread = (tuple(a for a in axes_of(own) if a in program.mesh.space) for own in dims)
     stored = (spec.storage.weight for spec in program.parameters)
     wanted = dict.fromkeys((*required_groups(program), *spread, *stored))

@@ -97,7 +97,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.parts = make_parts(
             self.pipeline,
-            judged,
+            () if judged is None else (judged,),
             source,
             comm,
             self.device,

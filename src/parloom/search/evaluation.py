@@ -1,23 +1,23 @@
-"""Decisions for the evaluation program: the training plan's, where the two programs are alike.
+"""Decisions for another program of a plan, as evaluation: its own, where the programs are alike.
 
-The plan decides about the operators of the training program. Evaluation lacks some of them
-(dropout), has others (batch norm by running statistics), and cuts dims into factors of its own. An
-operator that both have keeps its layouts; any other takes its operands as they lie, parameters as
-they are stored. So there is an assignment whatever the plan is.
+The plan decides about the operators of one program. Evaluation lacks some of them (dropout), has
+others (batch norm by running statistics), and cuts dims into factors of its own; the program of a
+prompt has as many positions as that, where the decoding one has one. An operator that both have
+keeps its layouts, where the dims that they shard are as long; any other takes its operands as they
+lie, parameters as they are stored and caches as they are. So there is an assignment whatever the
+plan is.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from parloom.ir.factors import Factored, follow
-from parloom.ir.graph import Graph, TensorSpec
+from parloom.ir.graph import CACHE, Graph
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule
-from parloom.ir.pcg import PCG
+from parloom.ir.pcg import PCG, TIME
 from parloom.ir.plan import Decisions
 from parloom.search.spread import Assignment, Unfolded, decisions, spread, unfold
-
-Like = tuple[str, tuple[TensorSpec, ...]]  # an operator with the specs of operands and results
 
 
 def evaluation_decisions(
@@ -35,7 +35,7 @@ def evaluation_decisions(
 
     def choose(index: int, followed: Assignment, layouts: Mapping[str, Layout]) -> Assignment:
         found = position.get(program.nodes[index].key)
-        if found is None or _like(before, found) != _like(program, index):
+        if found is None or not _alike(before, found, assigned[found], program, index):
             return followed
         return _as_laid_out(before, found, assigned[found], program.rules[index])
 
@@ -44,9 +44,28 @@ def evaluation_decisions(
     return replace(training.decisions, nodes=nodes, num_microbatches=num_microbatches)
 
 
-def _like(program: Unfolded, index: int) -> Like:
-    flat = program.nodes[index]
-    return flat.node.op, tuple(program.specs[n] for n in (*flat.operands, *flat.results))
+def _alike(
+    before: Unfolded, found: int, assignment: Assignment, program: Unfolded, index: int
+) -> bool:
+    """Whether two operators have tensors of as many dims, as long where an assignment shards them.
+
+    A view whose shape differs anywhere cuts its dims in other places.
+    """
+    one, other = before.nodes[found], program.nodes[index]
+    names = (*one.operands, *one.results), (*other.operands, *other.results)
+    if one.node.op != other.node.op or len(names[0]) != len(names[1]):
+        return False
+    pairs = [(before.specs[a].shape, program.specs[b].shape) for a, b in zip(*names, strict=True)]
+    if one.node.op == "view":
+        return all(a == b for a, b in pairs)
+    rule = before.rules[found]
+    for (mine, its), dims in zip(pairs, (*rule.operands, *rule.results), strict=True):
+        if len(mine) != len(its):
+            return False
+        for size, length, factors in zip(mine, its, dims, strict=True):
+            if size != length and any(assignment.get(factor) for factor in factors):
+                return False
+    return True
 
 
 def _as_laid_out(program: Unfolded, index: int, assignment: Assignment, rule: Rule) -> Assignment:
@@ -58,11 +77,28 @@ def _as_laid_out(program: Unfolded, index: int, assignment: Assignment, rule: Ru
     return follow(tensors, (*operands, *results), mesh)
 
 
+def _of_all_samples(layout: Layout, count: int) -> Layout:
+    """The layout that a whole batch has where each of so many microbatches has this one."""
+    time = layout.shard(TIME)
+    if time is None:
+        return layout
+    shards = (s for s in layout.shards if s.axis != TIME)
+    return Layout(
+        tuple(replace(s, stride=s.stride * count) if s.dim == time.dim else s for s in shards)
+    )
+
+
 def _seeds(
     graph: Graph, training: PCG, before: Unfolded, assigned: list[Assignment]
 ) -> dict[str, Layout]:
     """Layouts of inputs: parameters at home, batch tensors as training reads them first."""
     found = {("parameter", p.input.target): p.layout for p in training.parameters}
+    inputs = zip(training.graph.inputs, training.main.inputs, strict=True)
+    found |= {
+        (CACHE, e.target): _of_all_samples(value.layout, training.num_microbatches)
+        for e, value in inputs
+        if e.kind == CACHE
+    }
     for entry in training.graph.of_kind("batch"):
         for index in before.readers.get(entry.value.name, ())[:1]:
             operand = before.nodes[index].operands.index(entry.value.name)

@@ -13,7 +13,7 @@ from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.ops.rule import Dims, Rule
 from parloom.ir.pcg import TIME
-from parloom.ir.samples import sample_dims
+from parloom.ir.samples import SAMPLED, sample_dims
 from parloom.search.program import Operator, Program
 from parloom.search.spread import spread, unfold
 
@@ -25,8 +25,8 @@ def sample_factors(program: Program, num_microbatches: int) -> Mapping[int, str]
     """
     mesh = Mesh((MeshAxis(TIME, (), num_microbatches),))
     seeds, dims = {}, sample_dims(program.factored)
-    for entry in program.graph.of_kind("batch"):
-        if entry.target not in dims:
+    for entry in program.graph.inputs:
+        if entry.kind not in SAMPLED or entry.target not in dims:
             continue
         dim, value = dims[entry.target], entry.value
         if value.spec.shape[dim] % num_microbatches:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from parloom.ir.ops import op_of
 from parloom.search.fates import KEEP, REGATHER, REMAKE, Fates, Options
 from parloom.search.model import Floats
 from parloom.search.prices import (
@@ -59,4 +60,8 @@ class OperatorCosts:
                     rows[:, i, BACKWARD] += prices[:, FORWARD]
                     rows[:, i, BACKWARD_SENT] += prices[:, FORWARD_SENT]
         rows[:, :, KEPT] += np.array(made, dtype=float)[:, None]
+        if op_of(operator.node).writes:  # the memory is there whatever the pass does
+            spec = operator.operands[0]
+            there = [self.prices.held_bytes(spec, choice.operands[0]) for choice in choices]
+            rows[:, :, KEPT] += np.array(there, dtype=float)[:, None]
         return rows

@@ -19,6 +19,7 @@ from parloom.ir.graph import Call, FlatNode, Graph, Node, TensorSpec, with_opera
 from parloom.ir.layout import Layout
 from parloom.ir.ops import Rule, op_of
 from parloom.ir.ops.shape import EITHER
+from parloom.ir.samples import SAMPLED
 from parloom.ir.step_program import bucket_bytes
 from parloom.rewrite.forms import Form, Forms, Place
 from parloom.search.pinned import NONE, Pinned
@@ -305,7 +306,7 @@ class _Folding:
         self.specs = {entry.value.name: entry.value.spec for entry in graph.inputs}
         # What another stage made is an entry of the batch that may want a gradient.
         self.flowing = {e.value.name for e in graph.inputs if e.trainable}
-        self.fixed = {e.value.name for e in graph.inputs if e.kind != "batch"}
+        self.fixed = {e.value.name for e in graph.inputs if e.kind not in SAMPLED}
         self.derived = {e.value.name for e in graph.of_kind("parameter")}
         self.first: dict[str, Reader] = {}
         self.readers: dict[str, set[tuple[str, str, int]]] = {}
@@ -395,12 +396,11 @@ class _Folding:
     ) -> tuple[tuple[Flow, ...], dict[CallKey, list[int]]]:
         """All flows, and those of each call."""
         ids, top = self.graph.flat_ids, (self.graph.main.name, "")
-        ends = dict.fromkeys(ids[name] for _, name in self.graph.updates)
+        ends = dict.fromkeys(ids[name] for _, name in self.graph.buffer_updates)
         for name in ends:
             reads.setdefault((top, name), [])
-        found: dict[Flow, int] = {}
+        found, by_call = dict[Flow, int](), dict[CallKey, list[int]]()
         counts: list[int] = []
-        by_call: dict[CallKey, list[int]] = {}
         for (call, name), readers in reads.items():
             flow = self._flow(name, tuple(dict.fromkeys(readers)), shared)
             if flow is None:
@@ -436,7 +436,7 @@ class _Folding:
         if entry.kind == "parameter":
             weight = shared.get(entry.target)
             return None if weight is None else Flow(spec, flows, readers, 1, weight=weight)
-        like = self.first.get(name) if entry.kind == "batch" else None
+        like = self.first.get(name) if entry.kind in SAMPLED else None
         return Flow(spec, flows, readers, 1, like=like)
 
 

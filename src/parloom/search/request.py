@@ -172,8 +172,9 @@ def with_dtypes(graph: Graph, decisions: Decisions) -> Decisions:
     All gradients are reduced in one dtype: float64 where weights have it. Raises `InputError` where
     others are complex.
     """
+    trained = any(i.trainable for i in graph.of_kind("parameter"))
     dtypes = {i.value.spec.dtype for i in graph.of_kind("parameter")}
-    if dtypes.isdisjoint(LOW_PRECISION):
+    if not trained or dtypes.isdisjoint(LOW_PRECISION):
         return decisions
     for entry in graph.of_kind("parameter"):
         if entry.trainable and entry.value.spec.dtype.startswith("complex"):

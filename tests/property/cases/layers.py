@@ -118,7 +118,23 @@ def attention() -> list[Case]:
         case(op, q, k, v, label="keyword_mask", attn_mask=flag(6, 6)),
         case(op, real(4, 6, 4), k, v, label="broadcast"),
         case(op, q, real(1, 4, 6, 4), real(2, 1, 6, 4), label="broadcast_ones"),
+        *one_query(op),
     ]  # fmt: skip
+
+
+def one_query(op: str) -> list[Case]:
+    """Queries of one position, whose keys may be sharded."""
+    q, k, v = real(2, 4, 1, 4), real(2, 4, 12, 4), real(2, 4, 12, 6)
+    grouped = real(2, 6, 1, 4), real(2, 3, 12, 4), real(2, 3, 12, 4)
+    blind = Operand((2, 4, 1, 12), "unseen", role="batch", dtype="bool")
+    return [
+        case(op, q, k, v, label="one_query"),
+        case(op, q, k, v, flag(2, 1, 1, 12), label="one_query_mask", scale=0.3),
+        case(op, q, k, v, fixed(1, 4, 1, 12), label="one_query_bias"),
+        case(op, *grouped, flag(2, 6, 1, 12), label="one_query_grouped", enable_gqa=True),
+        case(op, real(4, 1, 4), real(4, 6, 4), real(4, 6, 4), flag(1, 6), label="one_query_three"),
+        case(op, q, k, v, blind, label="one_query_sees_nothing"),
+    ]
 
 
 def _weights(

@@ -19,7 +19,7 @@ from tests.property.operator_cases import (
 
 
 def cases() -> list[Case]:
-    return [*lookups(), *bags(), *writes(), *puts()]
+    return [*lookups(), *bags(), *writes(), *puts(), *caches()]
 
 
 def _pick(x: Tensor, rows: Tensor) -> Tensor:
@@ -144,6 +144,17 @@ def bags() -> list[Case]:
     return [
         *found,
         *(replace(c, oracle=_ragged) for c in more),
+    ]
+
+
+def caches() -> list[Case]:
+    cache, new = fixed(2, 6, 12, 4), fixed(2, 6, 3, 4)
+    at, op = index(9), "parloom.write_cache"
+    return [
+        case(op, cache, 2, at, new),
+        case(op, cache, 2, None, new, label="beginning"),
+        case(op, cache, -2, index(12), fixed(2, 6, 1, 4), label="one"),
+        case(op, fixed(6, 12), 1, None, fixed(6, 12), label="whole"),
     ]
 
 

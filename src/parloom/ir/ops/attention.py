@@ -1,16 +1,20 @@
 """Scaled dot-product attention: batch and head factors are free, queries know their position.
 
 An axis on the positions of queries alone has keys and values whole (all-gathered); where it is on
-those of keys, too, their blocks go around a ring (Liu et al., 2023).
+those of keys, too, their blocks go around a ring (Liu et al., 2023). A query of one position, as of
+a token that is generated, may have its keys sharded: each rank weighs its own.
 """
 
 from dataclasses import replace
 from math import prod
 
+from parloom.ir.graph import Function, TensorSpec, Value
 from parloom.ir.layout import digits
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
-from parloom.ir.ops.rule import OFFSET, RING, WHOLE, Assignment, Rule, Site, build
+from parloom.ir.ops.program import Body, wide
+from parloom.ir.ops.reduce import exponentials
+from parloom.ir.ops.rule import LOCAL, OFFSET, RING, WHOLE, Assignment, Rule, Site, build
 
 
 def _lead(site: Site) -> list[str]:
@@ -34,9 +38,17 @@ def _rings(site: Site) -> bool:
     return alike and len(site.operands) == 3 and not _dropout(site) and min(q[-2], k[-2]) > 1
 
 
+def _weighs_apart(site: Site) -> bool:
+    """Whether keys may be sharded: of a query of one position, which moves instead of them."""
+    q, k, v = (spec.shape for spec in site.operands[:3])
+    alike = len(q) > 2 and q[:-3] == k[:-3] == v[:-3] and k[-3] == v[-3]
+    alike = alike and (_grouped(site) or q[-3] == k[-3])
+    return alike and q[-2] == 1 < k[-2] and not _dropout(site) and not _causal(site)
+
+
 def _attention_rule(site: Site) -> Rule:
     """q[..., s, d] k[..., t, d] v[..., t, e] -> [..., s, e]; widths are whole, and keys where they
-    cannot go around.
+    cannot go around and have several queries.
 
     Sharding e would be legal without dropout, but every rank would compute all weights.
     """
@@ -47,7 +59,8 @@ def _attention_rule(site: Site) -> Rule:
 def _plain_rule(site: Site) -> Rule:
     lead = _lead(site)
     q, k = site.operands[0], site.operands[1]
-    kinds = {"t": RING if _rings(site) else WHOLE, "d": WHOLE, "e": WHOLE}
+    keys = RING if _rings(site) else LOCAL if _weighs_apart(site) else WHOLE
+    kinds = {"t": keys, "d": WHOLE, "e": WHOLE}
     kinds |= {"s": OFFSET} if _causal(site) else {}
     dims = ("s", "d"), ("t", "d"), ("t", "e"), ("s", "t")
     operands = [
@@ -169,6 +182,54 @@ def _attention(e: Emission) -> str:
     )
 
 
+def expand_attention(site: Site, sharded: frozenset[str]) -> Function:
+    """Attention of one query to sharded keys: exp(q k^T - max) v and the sum of the weights are
+    reduced over the shards (Dao et al., Flash-Decoding, 2023). Queries that share keys are rows.
+    """
+    q, k, v = site.operands[:3]
+    result, width = site.results[0], wide(q).dtype
+    groups = k.shape[-3]
+    rows = q.shape[-3] // groups
+    lead, inner = (*q.shape[:-3], groups, rows), (*k.shape[:-2], k.shape[-1], k.shape[-2])
+    scores = TensorSpec((*lead, k.shape[-2]), width)
+    body = Body(site.node.path)
+    x = body.shaped("query", q, TensorSpec((*lead, q.shape[-1]), q.dtype))
+    keys = body.add("transpose", TensorSpec(inner, k.dtype), "key", -2, -1)
+    narrow = TensorSpec(scores.shape, q.dtype)
+    found = body.cast(body.add("matmul", narrow, x, keys), narrow, scores)
+    scale = site.node.kwarg("scale")
+    found = body.add("mul", scores, found, q.shape[-1] ** -0.5 if scale is None else scale)
+    inputs = [Value("query", q), Value("key", k), Value("value", v)]
+    if len(site.operands) > len(inputs):
+        found = _masked(body, found, scores, site.operands[3])
+        inputs.append(Value("mask", site.operands[3]))
+    last = len(scores.shape) - 1
+    _, _, exps, total = exponentials(body, found, scores, (last,), finite=True)
+    exps = body.cast(exps, scores, TensorSpec(scores.shape, v.dtype))
+    summed = TensorSpec((*lead, v.shape[-1]), v.dtype)
+    made = body.add("matmul", summed, exps, "value")
+    made = body.cast(made, summed, replace(summed, dtype=width))
+    one = TensorSpec((*lead, 1), width)
+    unseeing = body.add("eq", replace(one, dtype="bool"), total, 0.0)  # such a query gets zeros
+    total = body.add("masked_fill", one, total, unseeing, 1.0)
+    made = body.add("div", replace(summed, dtype=width), made, total)
+    made = body.cast(made, replace(summed, dtype=width), replace(summed, dtype=result.dtype))
+    made = body.shaped(made, replace(summed, dtype=result.dtype), result)
+    return body.function("attention", tuple(inputs), made)
+
+
+def _masked(body: Body, scores: str, spec: TensorSpec, mask: TensorSpec) -> str:
+    """Scores under a mask of heads, one query and keys: of booleans, or numbers to add."""
+    name, shape, heads = "mask", mask.shape, spec.shape[-3] * spec.shape[-2]
+    if len(shape) > 2 and shape[-3] == heads > 1 and spec.shape[-2] > 1:
+        shape = (*shape[:-3], spec.shape[-3], spec.shape[-2], shape[-1])
+        name = body.add("view", TensorSpec(shape, mask.dtype), name, shape)
+    if mask.dtype != "bool":
+        return body.add("add", spec, scores, name)
+    hidden = body.add("logical_not", TensorSpec(shape, "bool"), name)
+    return body.add("masked_fill", spec, scores, hidden, float("-inf"))
+
+
 def _flops(site: Site, rule: Rule) -> float:
     """Two products over (lead, s, t): q k^T and the weighted sum of v."""
     q, v = site.operands[0].shape, site.operands[2].shape
@@ -213,5 +274,6 @@ OPS: tuple[OpDef, ...] = (
         _saves,
         _own_bytes,
         _undo_bytes,
+        expand=expand_attention,
     ),
 )

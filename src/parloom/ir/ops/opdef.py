@@ -183,8 +183,9 @@ class OpDef:
     `expand` gives the simpler operators that replace the call where a `local` factor is sharded, or
     always where there is nothing to `emit`;
     `halo` the border rows that operand 0 needs per halo factor; `joins` the arguments (by position)
-    whose tensors it reads as one; `view` a result that shares its
-    operand's memory; `linear` where the result is linear in the first operand ("first"), in either
+    whose tensors it reads as one; `view` a result that shares its operand's memory, and `writes`
+    the operands (from the last) that it copies into that memory; `linear` where the result is
+    linear in the first operand ("first"), in either
     of two ("either") or in all together ("joint"), so that partial sums may pass through; "carried"
     is "first" where they always do, and the gradients of the other operands become partial;
     `detached` the results that carry no gradient where others do;
@@ -207,6 +208,7 @@ class OpDef:
     halo: Callable[[Site], Mapping[str, tuple[int, int, int]]] | None = None
     joins: tuple[int, ...] = ()
     view: bool = False
+    writes: tuple[int, ...] = ()
     random: bool = False
     differentiable: bool = True
     detached: tuple[int, ...] = ()

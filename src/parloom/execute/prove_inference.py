@@ -1,0 +1,54 @@
+"""The proof of a saved inference plan: its model is built anew, captured, and compared."""
+
+from collections.abc import Callable
+
+import torch
+
+from parloom.capture import fingerprint, load_abstract, load_model, parameters_of
+from parloom.capture.ambient import check_settings
+from parloom.capture.inference import capture_inference
+from parloom.errors import FingerprintError, NotYetError
+from parloom.execute.eager import VERIFY
+from parloom.execute.eager_inference import compare_inference
+from parloom.execute.inference import verify_inference
+from parloom.execute.shrink import require_memory
+from parloom.execute.verify import VerifyReport
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph, print_graph
+
+
+def prove_inference(plan: Plan, *, small: bool, progress: Callable[[str], None]) -> VerifyReport:
+    """Prove on this CPU that the plan's programs are the model on one device, and what it does.
+
+    Raises `FingerprintError` where the model has changed since the plan was made.
+    """
+    inference, source = plan.inference, plan.source
+    assert inference is not None, "a plan for inference"
+    if small:
+        raise NotYetError("not yet: small copies of inference plans; leave --shrink out")
+    built = {"batch": source.batch, "seq": source.seq, "dtype": source.dtype, "seed": plan.seed}
+    progress(f"building {source.spec}")
+    loaded = load_abstract(source.spec, **built, limit=0)  # type: ignore[arg-type]
+    require_memory(loaded.model, source.spec)
+    check_settings(plan.settings)
+    torch.set_num_threads(1)  # the ranks are forked
+    if fingerprint(loaded.model, loaded.batch) != plan.fingerprint:
+        raise FingerprintError(f"the plan was made for another model than {source.spec} is now")
+    progress("capturing it")
+    graph, prefill = capture_inference(loaded, inference.new_tokens)
+    made = print_graph(graph), "" if prefill is None else print_graph(prefill)
+    if made != (plan.graph, inference.prefill_graph):
+        raise FingerprintError(
+            f"the plan was made for another model: {source.spec} now captures to other programs;"
+            " plan again"
+        )
+    progress("comparing it with the module itself")
+    # Built anew: a trace may leave something in a model.
+    loaded = load_model(source.spec, **built)  # type: ignore[arg-type]
+    tensors = {name: t.detach() for name, t in parameters_of(loaded.model, graph).items()}
+    eager = compare_inference(lambda: loaded, graph, prefill, inference.new_tokens, VERIFY)
+    read = {entry.target for entry in parse_graph(plan.graph).of_kind("batch")}
+    read |= {entry.target for entry in prefill.of_kind("batch")} if prefill else set()
+    batch = {name: tensor for name, tensor in loaded.batch.items() if name in read}
+    report = verify_inference(plan, tensors, batch, say=progress)
+    return report.with_eager(eager)

@@ -1,0 +1,315 @@
+"""Plans for inference: from a model to its programs, and from these to a plan that serves them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from parloom import arguments
+from parloom.capture import fingerprint, load_abstract, load_model
+from parloom.capture.ambient import Settings, settings
+from parloom.capture.inference import capture_inference
+from parloom.capture.load import full_name
+from parloom.capture.ranges import Ranges, ranges_of
+from parloom.complete import assumed
+from parloom.cost.clusters import resolve_cluster
+from parloom.cost.units import bytes_up, format_bytes, format_seconds
+from parloom.errors import CaptureError, InfeasibleError, InputError
+from parloom.execute.consistent import check_results
+from parloom.execute.eager import PLAN
+from parloom.execute.eager_compare import DIFFERS, EQUAL
+from parloom.execute.eager_inference import compare_inference
+from parloom.execute.inference import lowered_programs
+from parloom.execute.machine import Machine, machine_for
+from parloom.ir.factors import factorize
+from parloom.ir.graph import CACHE, Graph
+from parloom.ir.plan import (
+    DTYPES,
+    NO_OPTIMIZER,
+    OF_INFERENCE,
+    Aim,
+    Alternative,
+    Inference,
+    ModelSource,
+    Objective,
+    Plan,
+    Status,
+)
+from parloom.ir.regular_parts import memory_of
+from parloom.ir.samples import num_samples
+from parloom.ir.text import print_graph
+from parloom.objectives import proposed
+from parloom.search.answers import Pair, pairs
+from parloom.search.pinned import NONE, resolve
+from parloom.search.pins import parse_pin
+from parloom.search.request import Request, ScoredPlan
+
+Say = Callable[[str], None]
+NO_TOKENS = 0  # of a model that is asked for one pass
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The programs of a model for inference: of each token and of prompts, or of one pass."""
+
+    source: ModelSource
+    fingerprint: str
+    graph: Graph
+    prefill: Graph | None
+    new_tokens: int
+    assumptions: tuple[str, ...]
+    notes: tuple[str, ...]
+    seed: int
+    settings: Settings
+    ranges: Ranges
+
+    @property
+    def samples(self) -> int:
+        """Answers that are worked on at once."""
+        return num_samples(factorize(self.graph))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches, on all devices together."""
+        return sum(entry.value.spec.num_bytes for entry in self.graph.of_kind(CACHE))
+
+
+def capture(
+    model: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: str | None = None,
+    new_tokens: int | None = None,
+    seed: int = 0,
+    progress: Say,
+) -> Captured:
+    """Build the model, capture its programs, and compare them with the module itself.
+
+    `new_tokens` are generated after each prompt; without them the model makes one pass. Raises
+    `InputError` where it keeps no caches and is asked for tokens.
+    """
+    arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
+    if new_tokens is not None and new_tokens < 1:
+        raise InputError(f"--new-tokens: must be a whole number from 1 on, got {new_tokens}")
+    source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
+    built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
+    progress(f"building {model}")
+    # Without weights where that can be: caches may be larger than this machine.
+    loaded = load_abstract(model, **built, limit=0)  # type: ignore[arg-type]
+    progress(f"capturing {'the programs of prompts and of tokens' if new_tokens else 'a pass'}")
+    graph, prefill = capture_inference(loaded, new_tokens or 0)
+    for program in (graph, *([prefill] if prefill else [])):
+        check_results(program)
+    progress("comparing with the module itself")
+    eager = compare_inference(
+        lambda: load_model(source.spec, **built),  # type: ignore[arg-type]
+        graph,
+        prefill,
+        new_tokens or 0,
+        PLAN,
+    )
+    if eager.outcome == DIFFERS:
+        raise CaptureError(f"cannot capture {type(loaded.model).__name__}: {eager}")
+    said = (str(eager),)
+    equal, other = (said, ()) if eager.outcome == EQUAL else ((), said)
+    entries = (prefill or graph).of_kind("batch")
+    shapes = ", ".join(f"{e.target} {list(e.value.spec.shape)}" for e in entries)
+    return Captured(
+        source,
+        fingerprint(loaded.model, loaded.batch),
+        graph,
+        prefill,
+        new_tokens or NO_TOKENS,
+        (*equal, f"batch as built: {shapes}"),
+        other,
+        seed,
+        settings(),
+        ranges_of(loaded.batch),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A candidate: a pair of programs, or one alone; `answer_s` is the time of an answer."""
+
+    name: str
+    method: str
+    pair: Pair
+    alone: bool
+    answer_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a device holds at most in either program."""
+        own = self.pair.found.prediction.peak_bytes
+        return own if self.alone else max(own, self.pair.expected.peak_bytes)
+
+
+def find(  # noqa: PLR0913 - one argument per flag of the command
+    captured: Captured,
+    *,
+    cluster: str,
+    objective: str = Objective.LATENCY,
+    method: str = "auto",
+    memory: int | str | None = None,
+    devices: int | None = None,
+    calibration: str | Path | None = None,
+    pin: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    budget: int | None = None,
+    progress: Say,
+) -> Plan:
+    """The plan whose answers take the least time on a cluster, or are the most in a second.
+
+    Raises `InfeasibleError` where weights, caches and what passes need fit on no device.
+    """
+    if objective not in OF_INFERENCE:
+        listed = " or ".join(OF_INFERENCE)
+        raise InputError(f"objective: {objective} is of training; --inference has {listed}")
+    whole = machine_for(cluster, calibration)
+    machine = whole if devices is None else whole.part(devices)
+    limit = arguments.memory_bytes(memory) or memory_of(machine.cluster)
+    _check_caches(captured, machine, limit)
+    pins = (*map(parse_pin, pin), *(parse_pin(text, forbidden=True) for text in forbid))
+    decode = Request(
+        captured.graph,
+        machine,
+        NO_OPTIMIZER,
+        limit,
+        1 if objective == Objective.LATENCY else None,
+        captured.seed,
+        budget,
+        resolve(pins, captured.graph, factorize(captured.graph)),
+        method=method,
+        all_devices=devices is not None,
+    )
+    answers, bound_s, status, notes = _answers(captured, decode, bool(pins), progress)
+    fitting = [answer for answer in answers if answer.peak_bytes <= limit]
+    if not fitting:
+        raise _shortage(captured, answers, limit)
+    best = min(fitting, key=lambda a: (a.answer_s, a.peak_bytes, a.name))
+    spec = resolve_cluster(cluster).spec
+    plan = _planned(captured, best, answers, spec, limit)
+    known = assumed(machine, plan.decisions, captured.graph, limit)
+    value, bound = best.answer_s, bound_s
+    if objective == Objective.THROUGHPUT:
+        count = captured.samples * max(1, captured.new_tokens)
+        value, bound = value / count, bound / count if bound else None
+    plan = replace(
+        plan,
+        aim=Aim(Objective(objective), value, bound if bound and bound <= value else None),
+        assumptions=(*known, *captured.assumptions),
+        notes=(*notes, *captured.notes),
+        status=status,
+    )
+    lowered_programs(plan)  # whoever reads the plan will
+    return plan
+
+
+def _answers(
+    captured: Captured, decode: Request, pinned: bool, say: Say
+) -> tuple[list[_Answer], float | None, Status, tuple[str, ...]]:
+    """All candidates, the least that an answer takes where it was proved, how the search ended, and
+    why some plans are none.
+    """
+    tokens = captured.new_tokens
+    found = proposed(decode, say)
+    if captured.prefill is None:
+        return [_alone(plan) for plan in found.found], found.bound_s, found.status, found.refused
+    prefill = replace(decode, graph=captured.prefill, pinned=NONE)
+    say("looking for layouts of prompts")
+    other = None if pinned else proposed(prefill, say)
+    made: list[_Answer] = []
+    refused = [*found.refused]
+    for pair in pairs(found.found, other.found if other else (), decode, prefill):
+        if isinstance(pair, str):
+            refused.append(pair)
+            continue
+        answer = _Answer(pair.found.name, pair.found.method, pair, False, pair.answer_s(tokens))
+        say(f"{answer.name}: {format_seconds(answer.answer_s)} an answer")
+        made.append(answer)
+    bounds = found.bound_s, other.bound_s if other else None
+    bound = None if None in bounds else bounds[1] + (tokens - 1) * bounds[0]  # type: ignore[operator]
+    ended = [found.status, *([other.status] if other else [])]
+    status = next((s for s in ended if s is not Status.COMPLETE), Status.COMPLETE)
+    return made, bound, status, tuple(dict.fromkeys(refused))
+
+
+def _alone(plan: ScoredPlan) -> _Answer:
+    pair = Pair(plan, plan.decisions, plan.prediction, 0)
+    return _Answer(plan.name, plan.method, pair, True, plan.prediction.step_s)
+
+
+def _planned(
+    captured: Captured, best: _Answer, answers: Sequence[_Answer], spec: str, limit: int
+) -> Plan:
+    """The plan of the best candidate."""
+    pair, tokens = best.pair, captured.new_tokens
+    inference = Inference()
+    if captured.prefill is not None:
+        inference = Inference(
+            tokens,
+            print_graph(captured.prefill),
+            pair.prefill.nodes,
+            pair.expected,
+            pair.cache_bytes,
+        )
+    return Plan(
+        captured.source,
+        spec,
+        captured.fingerprint,
+        NO_OPTIMIZER,
+        best.method,
+        pair.found.decisions,
+        print_graph(captured.graph),
+        prediction=pair.found.prediction,
+        alternatives=tuple(
+            Alternative(a.name, a.answer_s, a.peak_bytes, a.peak_bytes <= limit) for a in answers
+        ),
+        seed=captured.seed,
+        settings=captured.settings,
+        ranges=captured.ranges,
+        inference=inference,
+    )
+
+
+def _check_caches(captured: Captured, machine: Machine, limit: int) -> None:
+    """Raise `InfeasibleError` where the caches alone are more than all devices hold."""
+    there = limit * machine.cluster.num_devices
+    if captured.cache_bytes > there:
+        short = captured.cache_bytes - there
+        raise InfeasibleError(
+            f"the caches of {captured.samples} prompts and {captured.new_tokens} tokens after each"
+            f" are {bytes_up(captured.cache_bytes)}, and all devices together have"
+            f" {format_bytes(there)}, {bytes_up(short)} less; ask for fewer prompts at once"
+            " (--batch), shorter ones (--seq), or fewer tokens (--new-tokens)",
+            {"cache_bytes": captured.cache_bytes, "memory_bytes": there, "short_bytes": short},
+        )
+
+
+def _shortage(captured: Captured, answers: Sequence[_Answer], limit: int) -> InfeasibleError:
+    """What the smallest candidate holds, and how much is missing."""
+    if not answers:
+        return InfeasibleError("no plan of both programs was found")
+    small = min(answers, key=lambda answer: answer.peak_bytes)
+    prediction = small.pair.found.prediction
+    parts = dict(prediction.memory)
+    weights, cache = parts.get("weights", 0), small.pair.cache_bytes
+    rest = small.peak_bytes - weights - cache
+    short = small.peak_bytes - limit
+    fewer = ", ".join(
+        ["fewer samples at once (--batch)", *(["fewer tokens (--new-tokens)"] if cache else [])]
+    )
+    return InfeasibleError(
+        f"no plan fits in {format_bytes(limit)} per device: the smallest, {small.name}, needs"
+        f" {bytes_up(small.peak_bytes)}, {bytes_up(short)} more: weights {bytes_up(weights)},"
+        f" caches {bytes_up(cache)}, working set {bytes_up(rest)}; ask for {fewer}, narrower"
+        " weights (--dtype bf16), or more devices",
+        {
+            "memory_bytes": limit,
+            "short_bytes": short,
+            "weights_bytes": weights,
+            "cache_bytes": cache,
+            "working_set_bytes": rest,
+        },
+    )

@@ -1,0 +1,103 @@
+"""From a model to a plan that serves it, and what is said where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+from parloom import api
+from parloom.errors import InfeasibleError, InputError
+from parloom.execute.inference import inference_programs
+from parloom.inference import Captured
+from parloom.ir.graph import CACHE
+from parloom.ir.plan import Objective, Plan
+from parloom.report.inference import inference_document, rate_of
+from tests.dist.inference_plans import CONFIGS
+
+
+def _silent(text: str) -> None:
+    """Drop progress messages."""
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Captured:
+    """A model from a config, with prompts of eight and eight tokens after each."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = CONFIGS["gpt2"]()
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(folder)
+    return api.capture_inference(str(folder), batch=4, seq=8, new_tokens=8, progress=_silent)
+
+
+def _found(captured: Captured, **asked: object) -> Plan:
+    return api.search_inference(captured, cluster="2xcpu", progress=_silent, **asked)  # type: ignore[arg-type]
+
+
+def test_the_answer_is_a_prompt_and_the_tokens_after_its_first(gpt2: Captured) -> None:
+    assert any("equals the module itself" in line for line in gpt2.assumptions)
+    plan = _found(gpt2, method="megatron", devices=2)
+    assert plan.inference is not None and plan.inference.prefill is not None
+    assert plan.prediction is not None and plan.aim is not None
+    answer_s = plan.inference.prefill.step_s + 7 * plan.prediction.step_s
+    assert plan.inference.answer_s(plan.prediction.step_s) == pytest.approx(answer_s)
+    assert plan.aim.objective is Objective.LATENCY
+    assert plan.aim.value == pytest.approx(answer_s)
+    rate, unit = rate_of(plan)
+    assert rate == pytest.approx(4 * 8 / answer_s) and unit == "tokens"
+    # Half of the heads of 16 positions of four samples, in float32, keys and values of two layers.
+    half = 4 * 16 * 32 * 4 * 2 * 2 // 2
+    assert plan.inference.cache_bytes == half
+    held = dict(plan.prediction.memory)
+    assert held["buffers"] >= half and not held["gradients"] and not held["optimizer"]
+    document = inference_document(plan, "plan.json", 0.0, 0.0)
+    assert document["memory"]["cache"] == half
+    assert document["passes"] == {"prefill": 1, "step": 7}
+    assert {*inference_programs(plan)} == {"decode", "prefill"}
+    assert "--inference" in plan.command() and "--new-tokens 8" in plan.command()
+
+
+def test_throughput_is_the_time_of_each_token(gpt2: Captured) -> None:
+    plan = _found(gpt2, method="data_parallel", objective="throughput")
+    assert plan.inference is not None and plan.prediction is not None and plan.aim is not None
+    each_s = plan.inference.answer_s(plan.prediction.step_s) / (4 * 8)
+    assert plan.aim.objective is Objective.THROUGHPUT
+    assert plan.aim.value == pytest.approx(each_s)
+
+
+def test_what_fits_nowhere_says_what_is_missing(gpt2: Captured) -> None:
+    with pytest.raises(InfeasibleError, match=r"needs .* more: weights .*, caches .* KiB") as found:
+        _found(gpt2, method="megatron", memory=60_000)
+    assert found.value.document["short_bytes"] == (
+        sum(
+            size
+            for name, size in found.value.document.items()
+            if name in ("weights_bytes", "cache_bytes", "working_set_bytes")
+            and isinstance(size, int)
+        )
+        - 60_000
+    )
+    caches = sum(e.value.spec.num_bytes for e in gpt2.graph.of_kind(CACHE))
+    with pytest.raises(InfeasibleError, match="the caches of 4 prompts and 8 tokens after each"):
+        _found(gpt2, memory=caches // 2 - 1)
+
+
+def test_questions_of_training_are_refused(gpt2: Captured, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="time is of training; --inference has latency or"):
+        _found(gpt2, objective="time")
+    with pytest.raises(InputError, match="--objective latency goes with --inference"):
+        api.plan("zoo:mlp", cluster="2xcpu", objective="latency")
+    with pytest.raises(InputError, match="MLP keeps no keys and values between calls"):
+        api.capture_inference("zoo:mlp", new_tokens=4, progress=_silent)
+    with pytest.raises(InputError, match="--new-tokens: must be a whole number from 1 on"):
+        api.capture_inference("zoo:mlp", new_tokens=0, progress=_silent)
+
+
+def test_one_pass_is_searched() -> None:
+    """The bound is of the pass alone."""
+    captured = api.capture_inference("zoo:mlp", batch=64, progress=_silent)
+    assert captured.prefill is None and captured.graph.loss is None
+    assert [entry.target for entry in captured.graph.of_kind("batch")] == ["x"]
+    plan = _found(captured)
+    assert plan.inference is not None and plan.inference.prefill is None
+    assert plan.aim is not None and plan.aim.bound is not None and plan.gap is not None
+    assert plan.aim.bound <= plan.aim.value
+    assert rate_of(plan)[1] == "samples"
