@@ -30,7 +30,7 @@ from parloom.report.case import Case
 from parloom.report.explain import plan_explained
 from parloom.report.explain_screen import plan_explained_screen, remade_words
 from parloom.report.grid import mesh_grid
-from parloom.report.memory import calls_text, recomputed
+from parloom.report.memory import recomputed
 from parloom.report.output import rendered
 from parloom.report.versus import versus, versus_screen
 from parloom.report.words import INTERRUPTED
@@ -152,19 +152,6 @@ def test_what_calls_make_again_and_what_they_keep() -> None:
 def _kept(case: Case, key: str) -> tuple[int, int]:
     (found,) = (h for h in holdings(case.pcg, case.priced) if h.name == key)
     return found.count, found.num_bytes
-
-
-@pytest.mark.parametrize(
-    ("paths", "said"),
-    [
-        (["a.1", "a.0", "a.3"], "a.0-1,3"),
-        (["a.0", "b.0.c", "a.2"], "a.0,2, b.0.c"),
-        (["0", "1", "x"], "0-1, x"),
-        (["a.01", "a.1"], "a.01, a.1"),
-    ],
-)
-def test_paths_that_differ_in_a_number_are_one(paths: list[str], said: str) -> None:
-    assert calls_text(paths) == said
 
 
 def test_only_what_is_no_operators_is_left_over() -> None:

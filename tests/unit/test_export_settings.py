@@ -18,13 +18,14 @@ from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, ParloomError
 from parloom.export import accelerate, deepspeed, description, megatron, torchtitan
 from parloom.export.description import Irregular, Kind, describe
-from parloom.export.differences import names_text, split_words
+from parloom.export.differences import split_words
 from parloom.exporting import FRAMEWORKS, TARGETS
 from parloom.ir.graph import Graph
 from parloom.ir.microbatches import of_microbatch
 from parloom.ir.plan import ModelSource, NodeDecision, Optimizer, ParameterDecision, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.ir.text import parse_graph, print_graph
+from parloom.report.folded import names_text
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
 from parloom.zoo import gshard

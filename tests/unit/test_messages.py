@@ -34,7 +34,7 @@ def test_messages_for_a_terminal_are_broken(monkeypatch: pytest.MonkeyPatch) -> 
     with os.fdopen(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         say("word " * 20)
-        lines = os.read(leader, 1000).decode().split("\r\n")
+        lines = os.read(leader, 1000).decode().splitlines()
     os.close(leader)
     assert [len(line) <= 40 for line in lines] == [True] * len(lines)
     assert len(lines) == 3

@@ -1,17 +1,15 @@
 """Where two plans of one model lay out tensors differently, grouped by the user's module names."""
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from parloom.export.roles import Digits, Roles, dims_of, dims_text, merged
 from parloom.ir.pcg import PCG, PParameter
 from parloom.ir.plan import Storage
-from parloom.ir.plan_json import numbers_text
+from parloom.report.folded import names_text
 from parloom.report.naming import Names
 
-NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=[.:]|$)")
 """The number of a block in a name: `blocks.3.up.weight`."""
 STORED = ("weights", "gradients", "optimizer state")
 
@@ -122,33 +120,3 @@ def split_words(own: str, other: str) -> str:
     if not other:
         return f"split by {own}; not split there"
     return f"split by {own}, not {other}" if own else f"not split; split by {other} there"
-
-
-def names_text(names: Iterable[str]) -> str:
-    """Names, those that differ in the number of a block as one, those of the same blocks in braces:
-    `blocks.0-3.{up.weight, down.weight}`; of experts in blocks alike.
-    """
-    return ", ".join(_folded(names))
-
-
-def _folded(names: Iterable[str]) -> list[str]:
-    numbers: dict[tuple[str, str], set[int]] = {}
-    for name in names:
-        found = NUMBER.search(name)
-        key = (name[: found.start()], name[found.end() :]) if found else (name, "")
-        numbers.setdefault(key, set()).update([int(found[0])] if found else [])
-    tails: dict[str, list[str]] = {}
-    for (head, tail), own in numbers.items():
-        tails.setdefault(f"{head}{numbers_text(sorted(own))}", []).append(tail)
-    return [name for head, own in tails.items() for name in _joined(head, own)]
-
-
-def _joined(head: str, tails: Sequence[str]) -> list[str]:
-    """What follows the same blocks, folded as names are."""
-    inside = [tail[1:] for tail in tails if tail.startswith(".")]
-    parts = [f"{head}{tail}" for tail in tails if not tail.startswith(".")]
-    if inside:
-        folded = _folded(inside)
-        text = ", ".join(folded)
-        parts.append(f"{head}.{{{text}}}" if len(folded) > 1 else f"{head}.{text}")
-    return parts

@@ -13,7 +13,6 @@ from math import ceil
 
 from parloom.execute.program import lowered
 from parloom.export.description import Description, Kind
-from parloom.export.differences import names_text
 from parloom.export.rendered import rendered
 from parloom.export.settings import (
     Settings,
@@ -27,6 +26,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG, TIME, PParameter, PValue
 from parloom.ir.plan import Stage
 from parloom.ir.regular_parts import devices_of
+from parloom.report.folded import names_text
 
 FILE = "dtensor_placements.py"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parloom.export.description import Description, Kind
-from parloom.export.differences import names_text
 from parloom.ir.plan import GLOBAL
+from parloom.report.folded import names_text
 from parloom.rewrite.pad import Padding
 from parloom.rewrite.rewrites import paddings_of
 

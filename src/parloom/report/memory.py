@@ -1,12 +1,12 @@
 """Which tensors fill memory at its peak, and which values calls make again in place of keeping."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from parloom.cost.holdings import holdings
-from parloom.ir.plan_json import numbers_text
 from parloom.report.case import Case
+from parloom.report.folded import names_text
 
 Document = dict[str, Any]
 LARGEST = 12
@@ -42,25 +42,10 @@ def recomputed(case: Case) -> Iterator[Document]:
         if kind in makes_again:
             yield {
                 "place": kind,
-                "calls": calls_text(prefixes),
+                "calls": names_text(prefixes),
                 "count": len(prefixes),
                 "all": whole,
                 "values": list(values),
                 "moves": list(moves),
                 "of": len(case.pcg.graph.by_name[kind].body),
             }
-
-
-def calls_text(prefixes: Sequence[str]) -> str:
-    """Module paths, those that differ in their last number as one: `model.layers.0,4-76`."""
-    numbers: dict[str, list[int]] = {}
-    for prefix in prefixes:
-        stem, _, last = prefix.rpartition(".")
-        if last.isdecimal() and str(int(last)) == last:
-            numbers.setdefault(stem, []).append(int(last))
-        else:
-            numbers[prefix] = []
-    dots = {stem: f"{stem}." if stem else "" for stem in numbers}
-    return ", ".join(
-        f"{dots[stem]}{numbers_text(sorted(own))}" if own else stem for stem, own in numbers.items()
-    )
