@@ -9,9 +9,10 @@ import pytest
 from parloom.comparators import tensat
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.bodies import Body
+from parloom.rewrite.egraph import Class
 from parloom.rewrite.substitutions import applied, directions, substitutions, with_function
 from parloom.rewrite.take import ends_of
-from parloom.search.extraction import cheapest
+from parloom.search.extraction import Choices, Extraction, cheapest
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.pinned import NONE
 from tests.property.test_bodies import computed, random_graph
@@ -37,3 +38,32 @@ def test_the_cheapest_function_is_extracted(seed: int, monkeypatch: pytest.Monke
         for one in substitutions(graph, graph.main, directions(graph.main)):
             other = applied(graph, graph.main, one)
             assert other is None or least <= costs.of(other) * SAME
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_every_function_needs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class is known to be needed where nothing makes what is asked for without it, and only
+    there.
+    """
+    monkeypatch.setattr(tensat, "ROUNDS", ROUNDS)
+    graph = random_graph(Random(seed))
+    costs = FunctionCosts(OneDevice(request_of(graph)), graph.main.name)
+    body = Body(graph.main, CALLS)
+    tensat.saturate(body, NONE)
+    choices = Choices(body, ends_of(graph, graph.main))
+    program = Extraction(choices, choices.times(costs))
+    needed = {one for one in program.makers if not _is_made(program, without=one)}
+    assert program.needed == needed
+    assert len(needed) < len(program.makers), "some class is not needed"
+
+
+def _is_made(program: Extraction, without: Class) -> bool:
+    """Whether all that is asked for can be made, and this class is not."""
+    asked = {one for own in program.every if own.asked for one in own.reads}
+    there, before = set(program.given), -1
+    while len(there) > before:
+        before = len(there)
+        for one, some in program.makers.items():
+            if one != without and any(there.issuperset(program.every[at].reads) for at in some):
+                there.add(one)
+    return there.issuperset({*program.choices.needed, *asked})

@@ -245,9 +245,9 @@ class Extraction:
             for one in dict.fromkeys(own.makes) if at not in self.left_out else ():
                 if one is not None and one not in self.given:
                     self.makers.setdefault(one, {})[at] = self._maker(at)
-        for one in choices.needed:
-            if one not in self.given:
-                self.program.row(dict.fromkeys(self.makers[one].values(), 1.0), 1.0)
+        self.needed = self._needed()
+        for one in self.needed:
+            self.program.row(dict.fromkeys(self.makers[one].values(), 1.0), 1.0)
         for at, own in enumerate(self.every):
             for one in dict.fromkeys(own.reads):
                 if one in self.makers:
@@ -257,6 +257,30 @@ class Extraction:
                 elif one not in self.given:
                     self.program.row({self.chosen[at]: 1.0}, high=0.0)
         self._add_pairs()
+
+    def _needed(self) -> set[Class]:
+        """The classes that are in every function: what is asked for, and what each of its makers
+        needs, by itself or in each way to make what it reads (dominators, by the greatest fixed
+        point; Allen, 1970). Without them two ways to make a class, each by half, need half of what
+        both read.
+        """
+        asked = (one for own in self.every if own.asked for one in own.reads)
+        needed = {one for one in (*self.choices.needed, *asked) if one not in self.given}
+        needs = dict.fromkeys(self.makers, frozenset(self.makers))
+        changed = True
+        while changed:
+            changed = False
+            for one, some in self.makers.items():
+                each = (self._needs(at, needs) for at in some)
+                now = frozenset.intersection(needs[one], *each)
+                changed, needs[one] = changed or now != needs[one], now
+        return needed.union(*(needs[one] for one in needed))
+
+    def _needs(self, at: int, needs: Mapping[Class, frozenset[Class]]) -> frozenset[Class]:
+        """What a choice needs where each class needs so much: all, where nothing makes one."""
+        reads = [one for one in self.every[at].reads if one not in self.given]
+        every = frozenset(self.makers)
+        return frozenset(reads).union(*(needs.get(one, every) for one in reads))
 
     def solve(self) -> Mapping[Class, int]:
         """The choice that makes each class, as far as one does."""
