@@ -118,16 +118,16 @@ class CutSpace:
 
     def chains(self, num_stages: int) -> NDArray[np.int64]:
         """The sets between stages, [way, stage + 1], by their places in `sets`."""
-        found = [[0]]
+        last = len(self.sets) - 1
+        longest = np.zeros(last + 1, dtype=np.int64)  # how many stages there may be after each set
+        for some in reversed(range(last)):
+            longest[some] = 1 + longest[self.beyond[some]].max()
+        found = np.zeros((1, 1), dtype=np.int64)
         for left in reversed(range(num_stages)):
-            last = len(self.sets) - 1
-            found = [
-                [*own, int(after)]
-                for own in found
-                for after in ([last] if not left else np.flatnonzero(self.beyond[own[-1]]))
-                if self.beyond[own[-1], after]
-            ]
-        return np.array(found, dtype=np.int64).reshape(-1, num_stages + 1)
+            nexts = longest >= left if left else np.arange(last + 1) == last
+            ways, after = np.nonzero(self.beyond[found[:, -1]] & nexts)
+            found = np.column_stack([found[ways], after])
+        return found
 
 
 def all_placements(num_stages: int, num_groups: int) -> Iterator[tuple[int, ...]]:
