@@ -17,13 +17,16 @@ from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
 from parloom.execute.files import read_plan
 from parloom.execute.startup import Place, mismatch
+from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 from parloom.ir.text import parse_graph
+from parloom.report.page.network import network_view
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.placing import Placed, place
+from parloom.search.placing import Placed, place, with_mesh
 from parloom.search.request import Request
 from parloom.search.searched import Searched
+from tests.unit.pages import side_of
 
 SLICE = "TPU-v5e:2x4"
 
@@ -64,6 +67,19 @@ def test_a_reduction_over_a_slice_goes_around_it(placed: tuple[Plan, Path]) -> N
     where = [(device % 2, device // 2) for device in order]
     steps = [*pairwise(where), (where[-1], where[0])]
     assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in steps)
+
+
+def test_a_page_draws_what_neighbors_on_the_slice_send(placed: tuple[Plan, Path]) -> None:
+    """Without the order, a ring of ranks leaves the slice's links: the control."""
+    plan, _ = placed
+    order = plan.decisions.mesh.order
+    around = {frozenset(pair) for pair in [*pairwise(order), (order[-1], order[0])]}
+    for mesh, is_around in ((plan.decisions.mesh, True), (Mesh(plan.decisions.mesh.axes), False)):
+        own = with_mesh(plan.decisions, mesh)
+        side = side_of(parse_graph(plan.graph), own, cluster=load_cluster(SLICE))
+        drawn = np.asarray(network_view(side)["traffic"]["bytes"])
+        pairs = {frozenset((int(a), int(b))) for a, b in zip(*np.nonzero(drawn), strict=True)}
+        assert (pairs == around) == is_around
 
 
 def test_what_no_placement_makes_faster_than_the_best_is_left(placed: tuple[Plan, Path]) -> None:

@@ -12,7 +12,7 @@ from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
 from parloom.ir.fold import unfold
 from parloom.ir.graph import Function, Graph, Node
-from parloom.ir.mesh import Device, Mesh, grid
+from parloom.ir.mesh import Device, Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import (
     ActivationDecision,
     Constraint,
@@ -29,6 +29,7 @@ from parloom.report.words import (
     constraint_line,
     idle_axes,
     idle_words,
+    links_of,
     memory_limit,
     memory_words,
     rate_words,
@@ -213,6 +214,20 @@ def test_the_links_of_an_axis_are_named() -> None:
     assert data.startswith(f"axis data over 2 devices ({slow}) splits samples")
     assert tensor.startswith(f"axis tensor over 2 devices ({fast}) splits output features")
     assert f"4 devices ({slow}, {fast}) splits" in words(perceptron(), flat, CLUSTER)[0]
+
+
+def test_the_links_of_an_axis_in_an_order_of_devices_are_those_of_its_groups() -> None:
+    levels = load_cluster("TPU-v5e:2x4").levels
+    short, long = (level.name for level in levels)
+    nested = Mesh(
+        (
+            MeshAxis("x", (PrimeAxis(2, 4, 1),)),
+            MeshAxis("y", (PrimeAxis(2, 2, 1), PrimeAxis(2, 1, 0))),
+        )
+    )
+    columns = replace(nested, order=(0, 2, 4, 6, 1, 3, 5, 7))
+    assert [links_of(nested, axis, levels) for axis in nested.axes] == [(long,), (long, short)]
+    assert [links_of(columns, axis, levels) for axis in columns.axes] == [(short,), (long,)]
 
 
 def test_what_one_flag_costs_and_what_several_cost() -> None:

@@ -80,7 +80,7 @@ def _axis(case: Case, axis: MeshAxis) -> Document:
     return {
         "axis": axis.name,
         "size": axis.size,
-        "levels": list(links_of(axis, case.cluster.levels)),
+        "levels": list(links_of(case.decisions.mesh, axis, case.cluster.levels)),
     }
 
 

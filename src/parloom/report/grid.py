@@ -94,11 +94,11 @@ def chunks(storage: Storage, length: int, mesh: Mesh) -> Grid:
 
 def devices(mesh: Mesh, at: Mapping[str, int]) -> str:
     """The devices with these coordinates: `0-3`, `0,2`, `0,2,.. (16 devices)`."""
-    found = [
-        rank
-        for rank in range(mesh.num_ranks)
+    found = sorted(
+        device
+        for rank, device in enumerate(mesh.devices)
         if all(mesh[axis].coordinate(rank) == index for axis, index in at.items())
-    ]
+    )
     if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
         return f"{found[0]}-{found[-1]}"
     if len(found) <= MOST // 2:

@@ -5,8 +5,9 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from math import prod
+from operator import mul
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower_stages import group_lists
-from parloom.ir.mesh import Cluster, Device, Level, MeshAxis
+from parloom.ir.mesh import Cluster, Device, Level, Mesh, MeshAxis
 from parloom.ir.ops.experts import NAME as EXPERTS
 from parloom.ir.plan import (
     MEMORY,
@@ -71,7 +72,7 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     ways = ways_of(graph, decisions)
     alone = decisions.num_ranks == 1 and not any(ways.values())
     lines = [
-        _axis_words(axis, ways[axis.name], links_of(axis, levels))
+        _axis_words(axis, ways[axis.name], links_of(decisions.mesh, axis, levels))
         for axis in decisions.mesh.axes
         if axis.steps or not alone
     ]
@@ -140,7 +141,7 @@ def _stage_words(graph: Graph, decisions: Decisions, cluster: Cluster | None) ->
     for index, (own, stage) in enumerate(zip(parts.graphs, decisions.stages, strict=True)):
         split, levels = ways_of(own, chosen.of(index), names), _levels(stage, cluster)
         axes = "; ".join(
-            _axis_words(axis, split[axis.name], links_of(axis, levels))
+            _axis_words(axis, split[axis.name], links_of(stage.mesh, axis, levels))
             for axis in stage.mesh.axes
             if axis.size > 1
         )
@@ -361,10 +362,24 @@ def _share(cluster: Cluster, some: int, others: int) -> str:
     return f", {share} (${some * each:.2f} an hour, not ${others * each:.2f})"
 
 
-def links_of(axis: MeshAxis, levels: Sequence[Level]) -> tuple[str, ...]:
-    """The levels that an axis is on, by name, the slowest first."""
-    names = (levels[p.level].name for p in axis.primes if levels and p.size > 1)
-    return tuple(dict.fromkeys(names))
+def links_of(mesh: Mesh, axis: MeshAxis, levels: Sequence[Level]) -> tuple[str, ...]:
+    """The levels that an axis of a mesh is on, by name, the slowest first: in an order of devices,
+    those in which two devices of a group along it differ.
+    """
+    crossed = {p.level for p in axis.primes if levels and p.size > 1}
+    if mesh.order and not axis.steps:
+        crossed = set()
+        strides = tuple(accumulate((level.size for level in levels[:-1]), mul, initial=1))
+        for rank, device in enumerate(mesh.order):
+            first = mesh.order[
+                rank - sum(rank // p.stride % p.size * p.stride for p in axis.primes)
+            ]
+            crossed |= {
+                at
+                for at, (level, stride) in enumerate(zip(levels, strides, strict=True))
+                if device // stride % level.size != first // stride % level.size
+            }
+    return tuple(levels[at].name for at in sorted(crossed, reverse=True))
 
 
 def _axis_words(axis: MeshAxis, ways: Counter[str], links: Sequence[str]) -> str:

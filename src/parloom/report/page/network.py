@@ -60,9 +60,9 @@ def groups(step: Step) -> Iterator[Group]:
     """The groups of devices of a plan, in the order of its processes."""
     names = process_names(step.decisions)
     if not isinstance(step, PipelineCase):
-        count = step.decisions.num_ranks
-        levels = step.cluster.levels
-        yield Group(names[0], np.arange(count), (step.decisions.mesh,), levels, step.ledger)
+        mesh = step.decisions.mesh
+        devices = np.asarray(mesh.devices)
+        yield Group(names[0], devices, (mesh,), step.cluster.levels, step.ledger)
         return
     planned = step.decisions.stages
     for index, (own, _) in enumerate(group_lists(step.decisions)):
@@ -124,10 +124,10 @@ def _group(group: Group) -> Document:
     mesh, levels = group.meshes[0], group.levels
     return {
         "name": group.name,
-        "devices": [int(group.devices[0]), int(group.devices[-1])],
+        "devices": [int(group.devices.min()), int(group.devices.max())],
         "count": len(group.devices),
         "axes": [
-            {"axis": axis.name, "size": axis.size, "levels": list(links_of(axis, levels))}
+            {"axis": axis.name, "size": axis.size, "levels": list(links_of(mesh, axis, levels))}
             for axis in mesh.axes
             if not axis.steps
         ],
