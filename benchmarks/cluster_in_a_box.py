@@ -47,11 +47,19 @@ def make_plans(folder: Path, pairs: list[tuple[str, str]]) -> None:
 
 class Bed:
     """A bed of the tool `testbed.py` with 0.25 core and 3 GB a host, torn down on exit; the last
-    host has half of both where it is `slow`.
+    host has half of both where it is `slow`. With `uplink`, the first half of the hosts are in one
+    rack, the others in another one, and uplinks of that rate join them.
     """
 
     def __init__(
-        self, tool: Path, name: str, rate: str, hosts: int = 4, *, slow: bool = False
+        self,
+        tool: Path,
+        name: str,
+        rate: str,
+        hosts: int = 4,
+        *,
+        slow: bool = False,
+        uplink: str = "",
     ) -> None:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
@@ -59,7 +67,13 @@ class Bed:
         devices = [{"cpu": 0.25, "mem": "3g"} for _ in range(hosts)]
         if slow:
             devices[-1] = {"cpu": 0.125, "mem": "1500m"}
-        self._hosts = json.dumps({"hosts": [{"devices": [device]} for device in devices]})
+        described: list[dict[str, Any]] = [{"devices": [device]} for device in devices]
+        racks: dict[str, str] = {}
+        if uplink:
+            racks = {"a": uplink, "b": uplink}
+            for index, host in enumerate(described):
+                host["rack"] = "ab"[2 * index // hosts]
+        self._hosts = json.dumps({"hosts": described, "uplinks": racks})
 
     def __enter__(self) -> "Bed":
         self._call("up", "--hosts-spec", self._hosts, "--rate", self._rate)
