@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from parloom.comparators.baselines import megatron
 from parloom.cost.clusters import load_cluster
 from parloom.cost.embedding import embedded, groups_of
+from parloom.cost.hardware import DataSheets
 from parloom.cost.links import loads
 from parloom.cost.walk import Walker
+from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
+from parloom.search.contexts import SimulatedPlan
 from parloom.search.placements import Sent, placements, with_devices
+from parloom.search.placing import on_mesh, place, with_mesh
+from parloom.search.request import Request
 from parloom.search.ways_around import row_by_row, ways
+from tests.unit.explained import ADAM
+from tests.unit.graphs import perceptron
 
 CHIP = load_cluster("8xTPU-v5e").device
 FAST, SLOW = Link(100e9, 1e-6), Link(20e9, 5e-6)
@@ -185,6 +193,29 @@ def test_each_collective_is_priced_where_it_is_fastest() -> None:
     least = Walker({}, plain, SLICE, placements=found)
     assert [least.exchange(*what).seconds for what in asked] == apart.min(axis=0).tolist()
     assert (apart.min(axis=0) < apart[0]).any()
+
+
+@pytest.mark.parametrize("batch", [6, 6000])
+def test_no_order_of_a_plan_has_a_shorter_step(batch: int) -> None:
+    """Of all 720 orders of six chips, simulated, from the worst of them on: messages that latency
+    decides, and that bandwidth does.
+    """
+    cluster = torus((2, "line"), (3, "line"))
+    graph = perceptron(batch)
+    request = Request(graph, DataSheets(cluster), ADAM, 2**40)
+    found = next(d for d in megatron(graph, cluster) if len(d.mesh.axes) == 2)
+    pcg, axes = lower(graph, found), found.mesh.axes
+    every = {}
+    for order in permutations(range(6)):
+        moved = on_mesh(pcg, Mesh(axes, order))
+        every[order] = request.machine.simulate(moved, moved.decisions, ADAM).prediction()
+    worst = max(every, key=lambda order: every[order].step_s)
+    least_s = min(one.step_s for one in every.values())
+    assert every[worst].step_s > least_s * 1.01, "orders differ"
+    begun = SimulatedPlan(with_mesh(found, Mesh(axes, worst)), every[worst])
+    laid = place(request, begun)
+    assert laid.plan.prediction.step_s == least_s
+    assert laid.least_ps <= laid.plan.step_ps
 
 
 def test_strides_alone_are_not_enough() -> None:

@@ -102,11 +102,10 @@ def _from_slice(name: str, sides: str, prices: Prices) -> LoadedCluster:
         raise InputError(f"{spec}: {usual.device.name} is in no torus: write 2x8x{name}")
     if len(shape) != fabric.torus or not fabric.has_slice(shape):
         there = ", ".join(fabric.slices)
-        multiple = "x".join([str(fabric.wraps)] * fabric.torus)
         raise InputError(
             f"{spec}: a pod of {usual.device.name} has no such slice; there are {there} and, up to"
-            f" {fabric.domain} devices, those whose {fabric.torus} sides are multiples as in"
-            f" {multiple}"
+            f" {fabric.domain} devices, those with {fabric.torus} sides that are multiples of"
+            f" {fabric.wraps}"
         )
     levels, count = fabric.levels(tuple(sorted(shape))), prod(shape)
     recalled = [f"written from memory, so check them: {', '.join(known.recalled)}"]
