@@ -38,7 +38,10 @@ def test_a_corrected_program_is_planned_and_proved() -> None:
     (text,) = plans["pet"].decisions.rewrites
     assert text.startswith("take last in main by pad_conv1d_split_with_sizes_cat_")
     assert "leaky_relu, (6, 4090), -1)[0], (3, 3), 'reflect')" in text
-    assert plans["pet"].prediction.step_s < 0.9 * plans["taso"].prediction.step_s
+    pet, taso = (plans[method].prediction for method in ("pet", "taso"))
+    assert pet is not None
+    assert taso is not None
+    assert pet.step_s < 0.9 * taso.step_s
     assert api.verify(plans["pet"]).passed
     wrong = text.replace("(6, 4090), -1)[0]", "(7, 4089), -1)[0]").replace("(3, 3), -1)[0]", "(3, 4), -1)[0]")
     for other in (wrong, text.replace("'reflect'", "'replicate'")):

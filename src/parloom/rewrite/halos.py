@@ -124,8 +124,8 @@ class Halos(Reading):
         names = {**FUNCTIONS, **given, "And": z3.And, "dim": self.size}
         equation, _, condition = line.partition(" if ")
         body = eval(equation, {"__builtins__": {}}, names)
-        given = eval(condition, {"__builtins__": {}}, names) if condition else True
-        return z3.Implies(given, body)
+        holds = eval(condition, {"__builtins__": {}}, names) if condition else True
+        return z3.Implies(holds, body)
 
     def _extent(self, size: Size | str) -> Any:
         if isinstance(size, str):
@@ -151,8 +151,10 @@ class Halos(Reading):
         return self._biased(near, term, "add_channel")
 
     def _pad(self, term: Term) -> Any:
-        x, (before, after), mode = (*term.args, "constant")[:3]
-        inside = self.term(x)
+        widths, mode = term.args[1], term.args[2] if len(term.args) > 2 else "constant"
+        if not isinstance(widths, tuple) or len(widths) != 2 or len(term.args) > 3:
+            raise NotReadError("padding of several dims, or by other numbers")
+        inside, before, after = self.term(term.args[0]), *map(_one, widths)
         end = self.size(inside)
         ends: dict[str, Callable[[], tuple[Any, Any]]] = {
             "reflect": lambda: (
@@ -169,9 +171,9 @@ class Halos(Reading):
             ),
             "constant": lambda: (self._zeros(inside, before), self._zeros(inside, after)),
         }
-        if mode not in ends or len(term.args) > 3 or 0 in (before, after):
+        if mode not in ends or 0 in (before, after):
             raise NotReadError(f"padding {mode}")
-        return self._between(inside, *ends[mode]())
+        return self._between(inside, *ends[str(mode)]())
 
     def _zeros(self, like: Any, number: int) -> Any:
         """So many places of zeros beside a tensor."""
@@ -188,6 +190,7 @@ class Halos(Reading):
     def _split_with_sizes(self, term: Term) -> Any:
         """Sizes may be numbers, too."""
         x, sizes, at = term.args
+        assert isinstance(sizes, tuple)
         told = tuple(Extent(((),) * own) if isinstance(own, int) else own for own in sizes)
         return super()._split_with_sizes(Term(term.op, (x, told, at), term.result))
 

@@ -131,10 +131,10 @@ class Partial:
         size = wrong.end - wrong.begin
         for some in sorted(product(*ranges), key=lambda own: sum(c.end - c.begin for c in own)):
             cuts = dict(zip(named, some, strict=True))
-            made = [self._made(original, cuts, choice) for choice in (0, 1)]
-            widths = {0 if own is None else own.shape[LAST] for own in made}
-            width = widths.pop()
-            for at in range(width - size + 1) if not widths else ():
+            both = (self._made(original, cuts, choice) for choice in (0, 1))
+            made = [own for own in both if own is not None]
+            width = made[0].shape[LAST] if len(made) == 2 else 0
+            for at in range(width - size + 1):
                 if all(
                     np.array_equal(own[..., at : at + size], values)
                     for own, values in zip(made, wanted, strict=True)

@@ -171,11 +171,10 @@ class Recorded:
         return found
 
     def take(self, part: Traced, dim: int, at: Sequence[int]) -> Traced:
-        places = (slice(None),) * dim + (list(at),)
-
         def adjoint(g: Floats) -> Floats:
             whole = np.zeros_like(part.value)
-            np.add.at(whole, places, g)
+            for place, one in zip(at, np.moveaxis(g, dim, 0), strict=True):
+                np.moveaxis(whole, dim, 0)[place] += one
             return whole
 
         return self._made(np.take(part.value, at, axis=dim), (part, adjoint))
