@@ -28,7 +28,7 @@ from torch import Tensor
 from parloom.execute.reference import run_node
 from parloom.ir.graph import Arg as NodeArg
 from parloom.ir.graph import Node, Ref
-from parloom.rewrite.known import known_rules
+from parloom.rewrite.known import known_rules, partial_rules
 from parloom.rewrite.recorded import Floats
 from parloom.rewrite.rounding import (
     DRAWS,
@@ -187,7 +187,8 @@ def main() -> int:
     parser.add_argument("--json", help="write the failures as JSON")
     args = parser.parse_args()
     began = time.monotonic()
-    rules = [own.rule for own in known_rules().values()]
+    every = (*known_rules().values(), *partial_rules().values())
+    rules = [own.rule for own in every]
     if args.rules:
         rules = Random(args.seed).sample(rules, args.rules)
     failed = list[dict[str, object]]()

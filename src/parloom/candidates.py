@@ -19,6 +19,7 @@ from parloom.comparators.fixed_form import Algebra, FixedForm
 from parloom.comparators.flexflow import flexflow
 from parloom.comparators.graphpipe import graphpipe
 from parloom.comparators.grid import MOST, Grid
+from parloom.comparators.pet import pet
 from parloom.comparators.pipelines import gpipe, pipedream, whale
 from parloom.comparators.plans import on_one_device
 from parloom.comparators.sequential import sequential
@@ -78,7 +79,7 @@ COMPARATORS: Mapping[str, Comparator] = MappingProxyType(
     }
 )
 ALGEBRA: Mapping[str, Algebra] = MappingProxyType(
-    {"sequential": sequential, "taso": taso, "tensat": tensat}
+    {"sequential": sequential, "taso": taso, "tensat": tensat, "pet": pet}
 )
 """Methods that choose a form of the model, whose layouts `auto` chooses."""
 # Those that have something to choose on one device.

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from parloom.ir.ops.algebra import Algebra, Window
+from parloom.rewrite.lines import line_of
 from parloom.rewrite.modular import PRIME, Ints, Numbers
 from parloom.rewrite.normal_form import (
     FUNCTION,
@@ -119,7 +120,8 @@ class Evaluation:
 
     def var(self, var: Var, env: Mapping[Var, int]) -> int:
         if var[0] == "window":
-            return int(var[1]) * self.var(var[3], env) + int(var[2])
+            moving = 0 if var[3] is None else int(var[1]) * self.var(var[3], env)
+            return moving + sum(n * EXTENTS[e] if e else n for e, n in line_of(var[2]))
         if var[0] == "at":
             return self.atom(var[1], env)
         return env[var]

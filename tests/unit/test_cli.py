@@ -396,7 +396,7 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         (
             ["plan", "m", "--cluster", "4xcpu", "--method", "fsdp", "--budget", "10"],
             "budget: only auto, random, alpa, alpa_intra, flexflow, unity, sequential,"
-            " taso, tensat count work",
+            " taso, tensat, pet count work",
         ),
         (["plan", "m", "--cluster", "4xcpu", "--pin", "lm_head"], "write --pin NAME=LAYOUT"),
         (["plan", "m", "--cluster", "4xcpu", "--forbid", "a=b c"], "--forbid a=b c: 'b c' is no"),

@@ -3,11 +3,12 @@ have it (Jia et al., SOSP'19, section 5, algorithm 2).
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from parloom.ir.graph import Function, Graph
+from parloom.rewrite.rules import Rule
 from parloom.rewrite.substitutions import (
     Substitution,
     applied,
@@ -35,13 +36,19 @@ class Found:
 
 
 def best_first(
-    graph: Graph, function: Function, cost: Cost, allowed: Allowed, popped: int
+    graph: Graph,
+    function: Function,
+    cost: Cost,
+    allowed: Allowed,
+    popped: int,
+    more: Sequence[Rule] = (),
+    larger: int = LARGER,
 ) -> Iterator[Found]:
-    """The function as it is in `graph`, and each body that is the best so far, where at most so
-    many are taken from the queue.
+    """The function as it is in `graph`, and each body that is the best so far, by all rules for it
+    and `more`, where at most so many are taken from the queue, of which none is so much `larger`.
     """
     known: dict[object, int] = {}
-    numbers, rules = count(), directions(function)
+    numbers, rules = count(), directions(function, more)
     best = Found(cost(function), next(numbers), function)
     waiting, seen = [best], {structure(function, known)}
     yield best
@@ -51,7 +58,7 @@ def best_first(
         current = heapq.heappop(waiting)
         for substitution in filter(allowed, substitutions(graph, current.body, rules)):
             body = applied(graph, current.body, substitution)
-            if body is None or len(body.body) > LARGER * len(function.body):
+            if body is None or len(body.body) > larger * len(function.body):
                 continue
             alike = structure(body, known)
             if alike in seen:

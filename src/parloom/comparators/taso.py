@@ -6,9 +6,13 @@ before. Functions are searched apart, a block kind once for all of its calls, wh
 graph into parts.
 """
 
-from parloom.comparators.best_first import best_first
+from collections.abc import Callable, Sequence
+
+from parloom.comparators.best_first import LARGER, best_first
 from parloom.comparators.fixed_form import on_first_part, proved, wanted
 from parloom.cost.units import format_seconds
+from parloom.ir.graph import Function
+from parloom.rewrite.rules import Rule
 from parloom.rewrite.substitutions import Substitution, takes_between
 from parloom.rewrite.take import Take
 from parloom.search.one_device import FunctionCosts, OneDevice
@@ -17,12 +21,27 @@ from parloom.search.rewritten import free_functions
 
 # Graphs that are taken from the queue of a function (the released code takes 1,000).
 POPPED = 100
+Rules = Callable[[Function], Sequence[Rule]]
+
+
+def no_rules(_: Function) -> Sequence[Rule]:
+    """None but those for all methods."""
+    return ()
 
 
 def taso(request: Request, say: Say) -> tuple[str, ...]:
     """The rewrites that the search finds, of those that pins leave.
 
     Raises `InputError` for a pin on a rewrite that applies nowhere.
+    """
+    return backtracking("taso", request, say)
+
+
+def backtracking(
+    name: str, request: Request, say: Say, more: Rules = no_rules, larger: int = LARGER
+) -> tuple[str, ...]:
+    """What the search finds, with `more` rules for a function, of graphs that are not so much
+    `larger`.
     """
     start = wanted(request)
     own = on_first_part(start.request)
@@ -33,9 +52,11 @@ def taso(request: Request, say: Say) -> tuple[str, ...]:
 
     for function in free_functions(start.request):
         costs = FunctionCosts(device, function.name)
-        found = list(best_first(own.graph, function, costs.of, allowed, POPPED))
+        found = list(
+            best_first(own.graph, function, costs.of, allowed, POPPED, more(function), larger)
+        )
         first, last = (format_seconds(f.cost_ps / 1e12) for f in (found[0], found[-1]))
-        say(f"taso: {function.name}: {len(found) - 1} times better, {first} to {last}")
+        say(f"{name}: {function.name}: {len(found) - 1} times better, {first} to {last}")
         for best in reversed(found):
             chosen = takes_between(function, best.body, best.rules)
             if chosen is not None and proved(start.request, chosen):

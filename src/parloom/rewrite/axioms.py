@@ -55,6 +55,12 @@ FUNCTIONS: Mapping[str, Any] = {
         "mul_kernel": (T, T, T),  # what makes each output, by a number
         "pool": (INT, T, T),  # means of windows of the last dim, by their number
         "inverse": (INT, REAL),  # of a size
+        # Read by `halos`: windows of the last dim that reach so many places further, zeros of three
+        # sizes, a mirrored last dim, and so many copies of its place.
+        "near": (INT, INT, T, T, T),
+        "zeros": (INT, INT, INT, T),
+        "mirror": (T, T),
+        "again": (INT, T, T),
     }.items()
 }
 VARIABLES: Mapping[str, Any] = {
@@ -204,7 +210,7 @@ def prove_by_axioms(rule: Rule, rlimit: int = RLIMIT) -> str:
         for place, size in enumerate(reversed(own.sizes)):
             extent = sizes[LEAD] if isinstance(size, str) else _size(size, sizes)
             solver.add(FUNCTIONS["dim"](inputs[own.name], -1 - place) == extent)
-    reading = _Reading(inputs, sizes, shapes)
+    reading = Reading(inputs, sizes, shapes)
     try:
         sides = [tuple(map(reading.term, pair)) for pair in zip(rule.left, rule.right, strict=True)]
     except NotReadError as error:
@@ -217,11 +223,11 @@ def prove_by_axioms(rule: Rule, rlimit: int = RLIMIT) -> str:
 @lru_cache(maxsize=1)
 def axioms() -> tuple[Any, ...]:
     """All of them."""
-    found = [_axiom(f"{_call(call, k)} == {size}", {}) for call, k, size in _sizes()]
-    found += [_axiom(line, {}) for line in EQUATIONS]
-    found += [_axiom(line, {"k": k}) for line in OF_EACH_DIM for k in DIMS]
+    found = [axiom(f"{_call(call, k)} == {size}", {}) for call, k, size in _sizes()]
+    found += [axiom(line, {}) for line in EQUATIONS]
+    found += [axiom(line, {"k": k}) for line in OF_EACH_DIM for k in DIMS]
     pairs = [(k, o) for k in DIMS for o in DIMS if k != o]
-    found += [_axiom(line, {"k": k, "o": o}) for line in OF_TWO_DIMS for k, o in pairs]
+    found += [axiom(line, {"k": k, "o": o}) for line in OF_TWO_DIMS for k, o in pairs]
     return tuple(found)
 
 
@@ -240,7 +246,7 @@ def _call(call: str, k: int) -> str:
     return f"dim({call}, {k})"
 
 
-def _axiom(line: str, dims: Mapping[str, int]) -> Any:
+def axiom(line: str, dims: Mapping[str, int]) -> Any:
     """An equation with its condition, for all values of its variables."""
     equation, _, condition = line.partition(" if ")
     left, right = (_read(side, dims) for side in equation.split(" == "))
@@ -279,7 +285,7 @@ def _size(size: Size, sizes: Mapping[str, Any]) -> Any:
     return z3.simplify(reduce(lambda a, b: a + b, blocks))
 
 
-class _Reading:
+class Reading:
     """Terms as expressions; `shapes` are those of inputs."""
 
     def __init__(

@@ -9,7 +9,7 @@ from parloom.rewrite import merge
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.folds import folds
 from parloom.rewrite.horizontal import is_fusion
-from parloom.rewrite.known import cases, holds, is_proved
+from parloom.rewrite.known import cases, holds, is_proved, partial_rules
 from parloom.rewrite.rounding import may_round
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
@@ -37,6 +37,12 @@ def rules_for(function: Function) -> list[Rule]:
     return [*known, *folds(function)]
 
 
+def partial_for(function: Function) -> list[Rule]:
+    """Those of `partial_rules` that may be applied to values of a function likewise."""
+    narrow = narrow_in(function)
+    return [own.rule for own in partial_rules().values() if narrow <= own.narrow]
+
+
 def inexact(function: Function, rules: Iterable[Rule]) -> str:
     """Which of these rules makes errors that are too large in a dtype of a function; empty for
     none.
@@ -48,7 +54,8 @@ def inexact(function: Function, rules: Iterable[Rule]) -> str:
 
 def named_rules(function: Function, take: Take) -> list[Rule]:
     """The rules that a take names, as far as they may be applied."""
-    return [own for own in rules_for(function) if own.id in take.rules]
+    every = (*rules_for(function), *partial_for(function))
+    return [own for own in every if own.id in take.rules]
 
 
 def with_few_rules(function: Function, take: Take) -> Take | None:

@@ -1,4 +1,5 @@
-"""The rules that come with parloom (`rules.json`, which `regenerate` writes), and their cases.
+"""The rules that come with parloom (`rules.json` and `partial.json`, which `regenerate` writes),
+and their cases.
 
 A rule of one opaque function or of one number is true of others as far as its proof is: cases for
 those of a model are made as they are needed. Whoever applies a rule has it proved first.
@@ -20,7 +21,7 @@ from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE
 from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
 
-FILE, NUMBERS = "rules.json", (HALF, FACTOR)
+FILE, PARTIAL, NUMBERS = "rules.json", "partial.json", (HALF, FACTOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,20 @@ class Known:
 
 @cache
 def known_rules() -> Mapping[str, Known]:
-    """All of them, by their ids. Raises `InputError` for one that cannot be read."""
-    text = files("parloom.rewrite").joinpath(FILE).read_text(encoding="utf-8")
-    found = (_read(entry) for entry in json.loads(text)["rules"])
-    return MappingProxyType({own.rule.id: own for own in found})
+    """Those of the basis, by their ids. Raises `InputError` for one that cannot be read."""
+    return _rules_of(FILE)
+
+
+@cache
+def partial_rules() -> Mapping[str, Known]:
+    """Those of programs that are equal on a part and corrected on the rest (`partial.py`)."""
+    return _rules_of(PARTIAL)
 
 
 def is_rule(name: str) -> bool:
     """Whether this is the id of a rule, or of a case of one."""
-    return name in known_rules() or any(name.startswith(f"{own}_") for own in known_rules())
+    known = known_rules()
+    return name in partial_rules() or name in known or any(name.startswith(f"{o}_") for o in known)
 
 
 @cache
@@ -78,7 +84,13 @@ def cases(function: Function) -> Iterator[Known]:
                 yield _case(own, _named(number), {}, {own.number: number})
 
 
-def _read(entry: Mapping[str, Any]) -> Known:
+def _rules_of(file: str) -> Mapping[str, Known]:
+    text = files("parloom.rewrite").joinpath(file).read_text(encoding="utf-8")
+    found = (_read(file, entry) for entry in json.loads(text)["rules"])
+    return MappingProxyType({own.rule.id: own for own in found})
+
+
+def _read(file: str, entry: Mapping[str, Any]) -> Known:
     try:
         found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
         calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
@@ -86,7 +98,7 @@ def _read(entry: Mapping[str, Any]) -> Known:
         numbers = (n for n in NUMBERS if any(n in call.args for call in calls))
         return Known(found, frozenset(entry["narrow"]), of_function, next(numbers, None))
     except (KeyError, TypeError) as error:
-        raise InputError(f"{FILE}: {entry}: {error!r}") from None
+        raise InputError(f"{file}: {entry}: {error!r}") from None
 
 
 def _is_unary(node: Node, specs: Mapping[str, TensorSpec]) -> bool:

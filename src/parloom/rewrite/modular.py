@@ -79,6 +79,9 @@ class Numbers:
     def split(self, part: Ints, dim: int, sizes: Sequence[int]) -> list[Ints]:
         return np.split(part, np.cumsum(sizes)[:-1], axis=dim)
 
+    def take(self, part: Ints, dim: int, at: Sequence[int]) -> Ints:
+        return np.take(part, at, axis=dim)
+
     def reshape(self, part: Ints, shape: Sequence[int]) -> Ints:
         return part.reshape(shape)
 

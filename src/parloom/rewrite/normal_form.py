@@ -11,9 +11,12 @@ from fractions import Fraction
 from itertools import count, permutations
 from typing import Any
 
+from parloom.rewrite.lines import line_of, offset_of, plus_lines
+
 Var = tuple[Any, ...]
 """A digit of a place, ("free", dim, digit), ("bound", depth, number) or ("row", depth, digit), or a
-place that is computed, ("window", stride, offset, var) or ("at", atom).
+place that is computed, ("window", stride, offset, var) or ("at", atom); an offset is a number or a
+`Line`, and a window without a var is at one place.
 """
 Frozen = tuple[tuple["Monomial", Fraction], ...]
 Atom = tuple[str, Any, tuple[int, ...], tuple[Var, ...], tuple[Frozen, ...]]
@@ -85,13 +88,18 @@ def frozen(poly: Poly) -> Frozen:
     return tuple(sorted(poly.items(), key=repr))
 
 
-def window(stride: int, offset: int, var: Var) -> Var:
+def window(stride: int, offset: Any, var: Var | None) -> Var:
     """A place that moves with another one; a window of a window is one."""
-    if (stride, offset) == (1, 0):
+    if (stride, offset) == (1, 0) and var is not None:
         return var
-    if var[0] == "window":
-        return window(stride * var[1], stride * var[2] + offset, var[3])
+    if var is not None and var[0] == "window":
+        return window(stride * var[1], moved(var[2], stride, offset), var[3])
     return ("window", stride, offset, var)
+
+
+def moved(offset: Any, times: int, by: Any) -> Any:
+    """`offset * times + by`, a number where it has no extents."""
+    return offset_of(plus_lines(line_of(by), line_of(offset), times))
 
 
 def depth_of(poly: Poly) -> int:
@@ -122,7 +130,7 @@ def _var(var: Var, change: Mapping[Var, Var]) -> Var:
     if var in change:
         return change[var]
     if var[0] == "window":
-        return window(var[1], var[2], _var(var[3], change))
+        return var if var[3] is None else window(var[1], var[2], _var(var[3], change))
     return ("at", _atom(var[1], change)) if var[0] == "at" else var
 
 
@@ -172,9 +180,10 @@ def _variables(atom: Atom) -> set[Var]:
     """The digits that an atom depends on."""
     found: set[Var] = set()
     for var in atom[3]:
-        while var[0] == "window":
+        while var is not None and var[0] == "window":
             var = var[3]
-        found |= _variables(var[1]) if var[0] == "at" else {var}
+        if var is not None:
+            found |= _variables(var[1]) if var[0] == "at" else {var}
     for poly in atom[4]:
         for (bound, atoms), _ in poly:
             found |= set[Var]().union(*map(_variables, atoms)) - {var for var, _ in bound}

@@ -170,6 +170,15 @@ class Recorded:
             found.append(self._made(part.value[places], (part, _placed(part, places))))
         return found
 
+    def take(self, part: Traced, dim: int, at: Sequence[int]) -> Traced:
+        def adjoint(g: Floats) -> Floats:
+            whole = np.zeros_like(part.value)
+            for place, one in zip(at, np.moveaxis(g, dim, 0), strict=True):
+                np.moveaxis(whole, dim, 0)[place] += one
+            return whole
+
+        return self._made(np.take(part.value, at, axis=dim), (part, adjoint))
+
     def reshape(self, part: Traced, shape: Sequence[int]) -> Traced:
         own = part.value.shape
         return self._made(part.value.reshape(tuple(shape)), (part, lambda g: g.reshape(own)))

@@ -1,10 +1,12 @@
-"""Regenerate the rules: `python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..]`.
+"""Regenerate the rules: `python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..]
+[--out FILE] [--partial FILE]`.
 
 Enumerates the programs of each family, leaves out renamings, proves every candidate twice, and
-picks the basis: rules that do not follow from those before them, over all families. Prints, for
+picks the basis: rules that do not follow from those before them, over all families. Of families of
+partly equal programs (`partial.py`) all rules that are proved twice are kept. Prints, for
 each family and in all, how many rules are proved, how many of them say more than a rule of a part
 of them (TASO's pruning), and how many the basis has; `--out` writes the basis, and in which dtypes
-of 16 bits each of its rules may be applied.
+of 16 bits each of its rules may be applied, `--partial` those of partly equal programs.
 """
 
 import argparse
@@ -17,10 +19,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from parloom.rewrite import partial
 from parloom.rewrite.axioms import prove_by_axioms
 from parloom.rewrite.basis import basis, distinct, says_more
 from parloom.rewrite.families import FAMILIES
 from parloom.rewrite.generate import Family, Generator
+from parloom.rewrite.halos import prove_by_halos
+from parloom.rewrite.partial import Partial
 from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import Rule, only_moves, prove, rule, with_lead
 from parloom.rewrite.terms import calls_in
@@ -93,6 +98,51 @@ def regenerate(families: Sequence[Family]) -> Iterator[tuple[Counts, list[Rule]]
             print(f"  refused {number}: {reason}; as {example[reason]}")
 
 
+@dataclass(frozen=True, slots=True)
+class PartialCounts:
+    """What a family of partly equal programs has: programs tried, classes, pairs that are equal on
+    a part, rules but for names, those that both proofs hold for, and those that one refuses.
+    """
+
+    family: str
+    tried: int
+    classes: int
+    pairs: int
+    distinct: int
+    proved: int
+    refused: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}: {self.tried} programs, {self.classes} classes, {self.pairs} pairs"
+            f" equal on a part, {self.distinct} corrected but for names, {self.proved} proved"
+            f" twice, {self.refused} refused, {self.seconds:.1f} s"
+        )
+
+
+def corrected(families: Sequence[Family]) -> Iterator[tuple[PartialCounts, list[Rule]]]:
+    """The rules of partly equal programs of each family, with counts."""
+    for family in families:
+        began = time.monotonic()
+        programs = Partial(family)
+        found = distinct(list(programs.candidates()))
+        proved = [own for own in found if not prove(own) and not prove_by_halos(own)]
+        yield (
+            PartialCounts(
+                family.name,
+                programs.generator.tried,
+                len(programs.generator.classes),
+                len(list(programs.pairs())),
+                len(found),
+                len(proved),
+                len(found) - len(proved),
+                time.monotonic() - began,
+            ),
+            proved,
+        )
+
+
 def commuting(families: Sequence[Family]) -> list[Rule]:
     """That operators commute, which no candidate says: operands come in one order."""
     operators = (own for family in families for own in family.operators)
@@ -129,8 +179,10 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--calls", type=int, help="at most so many calls on a side")
-    parser.add_argument("--family", action="append", choices=[own.name for own in FAMILIES])
+    names = [own.name for own in (*FAMILIES, *partial.FAMILIES)]
+    parser.add_argument("--family", action="append", choices=names)
     parser.add_argument("--out", type=Path, help="write the basis as JSON")
+    parser.add_argument("--partial", type=Path, help="write rules of partly equal programs as JSON")
     args = parser.parse_args()
     asked = [own for own in FAMILIES if not args.family or own.name in args.family]
     if args.calls:
@@ -141,11 +193,25 @@ def main() -> int:
         found += rules
         proved += counts.proved
         pruned += counts.pruned
-    print(f"rules proved, without renamings: {proved}; after TASO's pruning: {pruned}")
-    print(f"basis: {len(found)} rules, {len(commuting(asked))} of them that operators commute")
+    if asked:
+        print(f"rules proved, without renamings: {proved}; after TASO's pruning: {pruned}")
+        print(f"basis: {len(found)} rules, {len(commuting(asked))} of them that operators commute")
     if args.out is not None:
         args.out.write_text(document(found), encoding="utf-8")
+    parts = [own for own in partial.FAMILIES if not args.family or own.name in args.family]
+    _regenerate_partial(parts, args.partial)
     return 0
+
+
+def _regenerate_partial(families: Sequence[Family], out: Path | None) -> None:
+    found = list[Rule]()
+    for counts, rules in corrected(families):
+        print(counts, flush=True)
+        found += rules
+    if families:
+        print(f"rules of partly equal programs: {len(found)}")
+    if out is not None:
+        out.write_text(document(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

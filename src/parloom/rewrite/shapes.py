@@ -100,6 +100,13 @@ class Shapes:
             raise NotExpressed(f"{own[dim]} in parts of {sizes}")
         return [Dims((*own[:dim], size, *own[dim + 1 :])) for size in sizes]
 
+    def take(self, part: Dims, dim: int, at: Sequence[int]) -> Dims:
+        own = part.shape[dim]
+        number = own if isinstance(own, int) else len(own)
+        if any(not -number <= place < number for place in at):
+            raise NotExpressed(f"places {tuple(at)} of {own}")
+        return Dims((*part.shape[:dim], self.number(len(at)), *part.shape[dim + 1 :]))
+
     def reshape(self, part: Dims, shape: Sequence[Any]) -> Dims:
         return Dims(tuple(shape))
 

@@ -14,6 +14,7 @@ from parloom.rewrite.bodies import Body, takes_part, term_of_node
 from parloom.rewrite.egraph import Binding, Class, Way, ways
 from parloom.rewrite.follows import MOST_NODES, follows, rules_for, with_few_rules
 from parloom.rewrite.known import is_proved
+from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import NONE, Take, ends_of, term_of, with_takes
 from parloom.rewrite.terms import Arg as TermArg
@@ -34,9 +35,9 @@ class Substitution:
         return self.takes[0].rules
 
 
-def directions(function: Function) -> tuple[Way, ...]:
-    """All rules for a function, in both directions."""
-    return tuple(way for rule in rules_for(function) for way in ways(rule))
+def directions(function: Function, more: Iterable[Rule] = ()) -> tuple[Way, ...]:
+    """All rules for a function, and these, in both directions."""
+    return tuple(way for rule in (*rules_for(function), *more) for way in ways(rule))
 
 
 def substitutions(graph: Graph, function: Function, of: Sequence[Way]) -> Iterator[Substitution]:

@@ -12,6 +12,15 @@ from fractions import Fraction
 from itertools import product
 
 from parloom.ir.ops.algebra import Names, Window, aligned
+from parloom.rewrite.lines import (
+    begins,
+    extent_of,
+    is_negative,
+    is_no_less,
+    line_of,
+    offset_of,
+    plus_lines,
+)
 from parloom.rewrite.normal_form import (
     FUNCTION,
     INPUT,
@@ -243,8 +252,22 @@ class NormalForms:
 
         return _made((*places.shape, *table.shape[1:]), element)
 
+    def take(self, part: Symbolic, dim: int, at: Sequence[int]) -> Symbolic:
+        over = part.shape[dim]
+        for place in at:
+            before = over[: place + 1] if place >= 0 else over[place:]
+            if any(before) or not -len(over) <= place < len(over):
+                raise NotExpressed(f"place {place} of {over}")
+
+        def element(cell: Cell) -> Poly:
+            return part.elements[*cell[:dim], at[cell[dim]] % len(over), *cell[dim + 1 :]]
+
+        return _made((*part.shape[:dim], places(len(at)), *part.shape[dim + 1 :]), element)
+
     def windows(self, part: Symbolic, dim: int, by: Window) -> Symbolic:
         over = part.shape[dim]
+        if len(over) > 1 and any(over):
+            return _across(part, dim, by)
         shape = (*part.shape[:dim], moved_extent(over, by), places(by.size), *part.shape[dim + 1 :])
 
         def element(cell: Cell) -> Poly:
@@ -281,17 +304,69 @@ def _named(names: Sequence[Names], parts: Sequence[Symbolic]) -> dict[str, Dim]:
 
 
 def moved_extent(size: Dim, by: Window) -> Dim:
-    """How many windows there are over a dim of one digit, or of single places; raises
-    `NotExpressed`.
+    """How many windows there are over a dim of one digit, of single places, or of several such
+    blocks; raises `NotExpressed`.
     """
     stride, less = by.stride, by.less
     if not any(size):
         return places((len(size) - less) // stride + 1)
+    if len(size) > 1:
+        return _fewer(size, by)
     if len(size) != 1 or len(size[0]) != 1:
         raise NotExpressed(f"windows over {size}")
     if (stride, less) == (1, 1):
         return size
     return ((f"({size[0][0]}-{less})/{stride}+1",),)
+
+
+def _fewer(size: Dim, by: Window) -> Dim:
+    """The places of windows at each place of several blocks: so many single ones less, or more, at
+    both ends.
+    """
+    if by.stride != 1 or any(len(b) > 1 or not b[0].isidentifier() for b in size if b):
+        raise NotExpressed(f"windows over {size}")
+    reach = (by.size - 1) * by.dilation
+    first, last = reach // 2 - by.before, reach - reach // 2 - by.after
+    if any(size[: max(first, 0)]) or any(size[len(size) - max(last, 0) :]):
+        raise NotExpressed(f"{first} and {last} places less than {size}")
+    if max(first, 0) + max(last, 0) > len(size):
+        raise NotExpressed(f"no windows over {size}")
+    kept = size[max(first, 0) : len(size) - max(last, 0)]
+    return (*places(max(-first, 0)), *kept, *places(max(-last, 0)))
+
+
+def _across(part: Symbolic, dim: int, by: Window) -> Symbolic:
+    """Windows over several blocks. Each of their places is in one of the blocks or in none, so that
+    its element is a sum over blocks: without those in which the place is for no extents, and with a
+    factor that says so where it is for some.
+    """
+    over = part.shape[dim]
+    out = _fewer(over, by)
+    shape = (*part.shape[:dim], out, places(by.size), *part.shape[dim + 1 :])
+    befores, ends = begins(out), begins(over)
+
+    def element(cell: Cell) -> Poly:
+        block = out[cell[dim]]
+        offset = cell[dim + 1] * by.dilation - by.before
+        at = plus_lines(befores[cell[dim]], line_of(offset))
+        digit = free(dim, 0) if block else None
+        rest, found = plus_lines(extent_of(block), line_of(-1)), Poly()
+        for number, own in enumerate(over):
+            first = plus_lines(at, ends[number], -1)
+            last = plus_lines(first, rest)
+            beyond = plus_lines(last, extent_of(own), -1)
+            if is_negative(last) or is_no_less(plus_lines(first, extent_of(own), -1)):
+                continue
+            place = window(1, offset_of(first), digit)
+            before = (*cell[:dim], number, *cell[dim + 2 :])
+            change = {free(dim, 0): place, **_moved(part.shape, before, dim + 1, 1)}
+            there = changed(part.elements[before], change)
+            if not (is_no_less(first) and is_negative(beyond)):
+                there = times(there, one_of((INSIDE, own[0] if own else "1", (), (place,), ())))
+            found = plus(found, there)
+        return found
+
+    return _made(shape, element)
 
 
 def _placed(

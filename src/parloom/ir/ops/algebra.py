@@ -91,6 +91,10 @@ class Algebra(Protocol[T]):
         """Parts of these sizes along a dim, which they fill."""
         ...
 
+    def take(self, part: T, dim: int, at: Sequence[int]) -> T:
+        """The places of these numbers along a dim, negative ones counted from its end."""
+        ...
+
     def reshape(self, part: T, shape: Sequence[Size]) -> T:
         """The same elements in the same order."""
         ...

@@ -397,7 +397,49 @@ def split(algebra: Algebra[Any], given: Given) -> Results:
     """Parts of sizes that are told."""
     x = given.arg(0)
     dim = given.arg(2, "dim", 0) % len(algebra.dims(x))
-    return tuple(algebra.split(x, dim, list(given.arg(1))))
+    return tuple(algebra.split(x, dim, [_size(algebra, own) for own in given.arg(1)]))
+
+
+def pad(algebra: Algebra[Any], given: Given) -> Results:
+    """Places before and behind the last dims: a number, the outermost place, or those further in as
+    in a mirror or around a circle.
+    """
+    x, mode = given.arg(0), given.arg(2, "mode", "constant")
+    value = given.arg(3, "value")
+    for i, widths in enumerate(pairwise_of(given.arg(1, "pad"))):
+        dim = len(algebra.dims(x)) - 1 - i
+        if widths != (0, 0):
+            ends = _ends(algebra, x, dim, widths, mode, number(value or 0))
+            x = algebra.concat([own for own in (ends[0], x, ends[1]) if own is not None], dim)
+    return (x,)
+
+
+def pairwise_of(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers two by two."""
+    return list(zip(widths[::2], widths[1::2], strict=True))
+
+
+def _ends(
+    algebra: Algebra[Any], x: Any, dim: int, widths: tuple[int, int], mode: str, value: Fraction
+) -> list[Any]:
+    """What is before and behind a dim, None where nothing is. Raises `NotImplementedError` for
+    places that are cut off.
+    """
+    before, after = widths
+    if min(widths) < 0:
+        raise NotImplementedError("places that are cut off")
+    if mode == "constant":
+        sizes = algebra.dims(x)
+        wide = ([*sizes[:dim], algebra.number(n), *sizes[dim + 1 :]] for n in widths)
+        made = [algebra.fill(value, shape) for shape in wide]
+    else:
+        places = {
+            "reflect": (range(before, 0, -1), range(-2, -2 - after, -1)),
+            "replicate": ((0,) * before, (-1,) * after),
+            "circular": (range(-before, 0), range(after)),
+        }
+        made = [algebra.take(x, dim, list(own)) for own in places[mode]]
+    return [own if n else None for own, n in zip(made, widths, strict=True)]
 
 
 def transpose(algebra: Algebra[Any], given: Given) -> Results:
