@@ -24,6 +24,7 @@ from typing import TypeVar
 from parloom.ir.adjacent import side_by_side
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
+from parloom.ir.plan import Decisions
 
 K = TypeVar("K")
 
@@ -133,7 +134,7 @@ def _gathers(units: dict[str, tuple[PParameter, ...]], pcg: PCG) -> Iterator[Ste
         keys = ((p.decision.weight.axes, p.input.value.spec.dtype) for p in members)
         for (axes, _), alike in _grouped(zip(keys, members, strict=True)):
             ordered = side_by_side(alike, pcg.adjacent)
-            dtype = _quantized(pcg, alike[0].input.value.spec.dtype)
+            dtype = quantized(pcg.decisions, alike[0].input.value.spec.dtype)
             yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit, dtype=dtype)
 
 
@@ -160,7 +161,7 @@ def _reductions(
         for kind, axes, when in path:
             if axes:
                 unit = unit_of.get(parameter.input.value.name)
-                dtype = _quantized(pcg, own) if once and pcg.mesh.size(axes) > 1 else ""
+                dtype = quantized(pcg.decisions, own) if once and pcg.mesh.size(axes) > 1 else ""
                 steps.append(((kind, axes, when, unit, dtype), parameter))
     # A gradient passes its nodes in this order.
     order = ("reduce_scatter", EACH_MICROBATCH), ("reduce_scatter", EACH_STEP)
@@ -170,9 +171,9 @@ def _reductions(
         yield StepNode("REDUCE", kind, axes, members, when, unit, dtype=dtype)
 
 
-def _quantized(pcg: PCG, dtype: str) -> str:
+def quantized(decisions: Decisions, dtype: str) -> str:
     """What numbers of `dtype` are quantized to where a plan asks for it; real ones alone are."""
-    return pcg.decisions.communication_dtype or "" if dtype in REAL else ""
+    return decisions.communication_dtype or "" if dtype in REAL else ""
 
 
 def _publications(trained: tuple[PParameter, ...]) -> Iterator[StepNode]:
