@@ -299,8 +299,9 @@ class Ready:
     """Launches reductions in one backward pass as gradients become ready.
 
     `touched` are the names of the parameters in the order in which gradients are made for them,
-    each as often as that happens; `whole` collects what is reduced once a step, by its keys. `last`:
-    no microbatch comes after. Unless it `overlaps`, what is reduced once a step is left to `rest`.
+    each as often as that happens; `whole` collects what is reduced once a step, with its keys.
+    `last`: no microbatch comes after. Unless it `overlaps`, what is reduced once a step is left to
+    `rest`.
     """
 
     def __init__(

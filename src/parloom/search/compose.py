@@ -299,6 +299,7 @@ class _Composition:
         calls as have such weights, those of main that are stored alike once.
         """
         program, apart = self.composer.program, self.composer.apart
+        width = apart.quantizes("float32")
         known: dict[_Message, int] = {}
         for weight, columns in zip(program.weights, weights, strict=True):
             over: dict[_Message, list[int]] = {}
@@ -310,10 +311,11 @@ class _Composition:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
                         rows[PARTS:] = apart.messages.of_call(
-                            message.level, program.units, message.reduces
+                            message.level, program.units, message.reduces, width
                         )
                     else:
-                        rows[PARTS:][AFTER] = apart.messages.least_ps(message.level.optimizer)
+                        axes = message.level.optimizer
+                        rows[PARTS:][AFTER] = apart.messages.least_ps(axes, width)
                     known[message] = self._column(rows, program.units if message.unit else 1)
                 calls = 1.0 if message.unit else float(weight.count)
                 self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)
