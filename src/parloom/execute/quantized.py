@@ -116,6 +116,8 @@ class QuantizedReference:
         for rank in range(self._mesh.num_ranks):
             part = _Part(spec, self._mesh, rank, axes)
             members = [self._addends[r][step][name] for r in self._mesh.group(node.axes, rank)]
+            if not microbatch:  # what is reduced once a step has been added up before
+                members = [[torch.stack(of_rank).sum(0)] for of_rank in members]
             total = torch.zeros(())
             for of_launch in zip(*members, strict=True):
                 sums = torch.zeros(())
