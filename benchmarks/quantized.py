@@ -27,10 +27,12 @@ from parloom import api
 from parloom.cost.clusters import load_cluster
 from parloom.cost.step import priced
 from parloom.cost.works import summed
+from parloom.execute.machine import machine_for
 from parloom.execute.program import training_program
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
+from parloom.ir.pcg import PCG
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.quantization import INT8, QUANTIZED
@@ -50,13 +52,28 @@ def quantized(plan: Plan) -> Plan:
     return replace(plan, decisions=replace(plan.decisions, communication_dtype=INT8))
 
 
+def lowered(plan: Plan) -> PCG:
+    """The parallel program of a plan of one stage."""
+    graph = rewritten(parse_graph(plan.graph), plan.decisions.rewrites)
+    return lower(graph, plan.decisions)
+
+
+def predicted_s(plan: Plan, cluster: str) -> float:
+    """The step that is expected of a plan, by data sheets."""
+    if len(plan.decisions.stages) > 1:
+        assert plan.prediction is not None
+        return plan.prediction.step_s
+    machine = machine_for(cluster, None)
+    return machine.predict(lowered(plan), plan.decisions, plan.optimizer).step_s
+
+
 def sent_bytes(plan: Plan, cluster: Cluster) -> int:
     """Bytes that a device sends for gradients and weights in a step, as the cost model counts."""
-    graph = rewritten(parse_graph(plan.graph), plan.decisions.rewrites)
-    pcg = lower(graph, plan.decisions)
-    step = priced(pcg, cluster, plan.decisions, plan.optimizer)
+    step = priced(lowered(plan), cluster, plan.decisions, plan.optimizer)
     own = step.parameters
-    transfers = [*own.gathers, *own.gathers, *step.reductions, *own.publications]
+    # The last unit stays gathered for the backward pass.
+    again = [gather for gather in own.gathers if gather.unit != own.gathers[-1].unit]
+    transfers = [*own.gathers, *again, *step.reductions, *own.publications]
     total = summed(transfer.total() for transfer in transfers)
     return round(sum(size for _, size, _ in total.price.comm))
 
@@ -151,27 +168,26 @@ def judged(rows: list[Row]) -> bool:
 # Steps
 
 
-def prepared(folder: Path, models: list[str], cluster: str) -> dict[tuple[str, str], Row]:
+def prepared(folder: Path, programs: dict[str, Any], cluster: str) -> dict[tuple[str, str], Row]:
     """Write the plans of all models; what each sends and is expected to take."""
     found: dict[tuple[str, str], Row] = {}
     there = load_cluster(cluster)
-    for model in models:
-        spec = f"{HERE / 'cluster_models.py'}:{model}"
+    for model, program in programs.items():
         plans: dict[str, Plan] = {}
         for method in METHODS:
-            plan = api.plan(spec, cluster=cluster, optimizer="sgd", method=method, devices=RANKS)
+            plan = api.search(program, cluster=cluster, method=method, devices=RANKS)
             plans |= {method: plan, f"{method}-{INT8}": quantized(plan)}
-        plans["auto"] = api.plan(spec, cluster=cluster, optimizer="sgd", devices=RANKS)
-        plans[f"auto-{INT8}"] = api.plan(
-            spec, cluster=cluster, optimizer="sgd", devices=RANKS, allow=[QUANTIZED]
-        )
+        for side, allow in (("auto", []), (f"auto-{INT8}", [QUANTIZED])):
+            plans[side] = api.search(program, cluster=cluster, devices=RANKS, allow=allow)
         for side, plan in plans.items():
             api.save(plan, folder / model / side)
+            one = len(plan.decisions.stages) == 1
             found[model, side] = {
-                "sent_bytes": sent_bytes(plan, there) if len(plan.decisions.stages) == 1 else None,
+                "sent_bytes": sent_bytes(plan, there) if one else None,
+                "predicted_s": predicted_s(plan, cluster),
                 "dtype": plan.decisions.communication_dtype,
-                "name": plan.method,
             }
+            print(model, side, found[model, side], file=sys.stderr, flush=True)
     return found
 
 
@@ -187,12 +203,16 @@ def steps(args: argparse.Namespace) -> list[Row]:
     """Measured steps of all plans at all rates."""
     rows: list[Row] = []
     models = args.models.split(",")
+    programs = {
+        model: api.capture(f"{HERE / 'cluster_models.py'}:{model}", optimizer="sgd")
+        for model in models
+    }
     for rate in args.rates.split(","):
         with tempfile.TemporaryDirectory(prefix="parloom-bench-") as name:
             folder = Path(name)
             file = folder / "cluster.yaml"
             file.write_text(CLUSTER_FILE.format(rate=rate.replace("mbit", "Mbit/s")))
-            plans = prepared(folder, models, str(file))
+            plans = prepared(folder, programs, str(file))
             names = list(dict.fromkeys(side for _, side in plans))
             seconds: dict[tuple[str, str], list[float]] = {}
             ended: dict[tuple[str, str], float] = {}
@@ -215,8 +235,10 @@ def steps(args: argparse.Namespace) -> list[Row]:
 
 def table(rows: list[Row]) -> None:
     """Each plan beside the same with int8."""
-    print("| link | model | plan | sends | int8 | step | int8 | faster | launches |")
-    print("|" + "---|" * 9)
+    print(
+        "| link | model | plan | sends | int8 | expected | int8 | step | int8 | faster | launches |"
+    )
+    print("|" + "---|" * 11)
     found = {(row["rate"], row["model"], row["plan"]): row for row in rows}
     for (rate, model, side), row in found.items():
         other = found.get((rate, model, f"{side}-{INT8}"))
@@ -225,10 +247,12 @@ def table(rows: list[Row]) -> None:
         sizes = [one["sent_bytes"] for one in (row, other)]
         shown = [f"{size / 1e6:.2f} MB" if size is not None else "" for size in sizes]
         times = [one["step_s"] for one in (row, other)]
+        expected = [f"{one['predicted_s']:.3f} s" for one in (row, other)]
         spread = ", ".join(f"{a / b:.2f}" for a, b in zip(
             row["launches"], other["launches"], strict=True))  # fmt: skip
         print(
-            f"| {rate} | {model} | {side} | {shown[0]} | {shown[1]} | {times[0]:.3f} s |"
+            f"| {rate} | {model} | {side} | {shown[0]} | {shown[1]} | {expected[0]} |"
+            f" {expected[1]} | {times[0]:.3f} s |"
             f" {times[1]:.3f} s | {times[0] / times[1]:.2f} | {spread} |"
         )
 

@@ -1,0 +1,185 @@
+"""Quantized communication in plans, in step programs, in prices and in the search."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from parloom import api
+from parloom.cost.clusters import load_cluster
+from parloom.cost.simulate import simulate
+from parloom.errors import InputError, LayoutError, VerifyError
+from parloom.ir.graph import Graph
+from parloom.ir.lower import lower
+from parloom.ir.mesh import Cluster, grid
+from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Stage, Storage, one_stage
+from parloom.ir.plan_json import plan_from_json, plan_to_json
+from parloom.ir.step_program import step_program
+from parloom.ir.text import parse_graph
+from parloom.ir.verify import verify_decisions
+from parloom.quantization import BLOCK, INT8, QUANTIZED, in_blocks, payload_bytes
+from parloom.search.meshes import logical_meshes
+from parloom.search.stream_bound import least_step_ps
+from tests.property.searched import ADAM, context_of, random_graph
+from tests.property.test_streams import good_plans, random_plans
+from tests.unit.step_price import price_plan
+from tests.unit.test_plan_json import example
+from tests.unit.test_step import NAMES, TEXT, WEIGHTS, data_parallel
+
+GRAPH = parse_graph(TEXT)
+WHOLE, DATA = Storage(), Storage(("data",))
+STORED = {
+    "replicated": (WHOLE, WHOLE, WHOLE),
+    "zero1": (WHOLE, WHOLE, DATA),
+    "zero2": (WHOLE, DATA, DATA),
+    "zero3": (DATA, DATA, DATA),
+}
+# Bytes of int8 with a scale in float32 for each block.
+EACH = 1 + 4 / BLOCK
+FAST, SLOW = load_cluster("2x4xH100"), load_cluster("4x2xRTX4090")
+
+
+def in_int8(decisions: Decisions) -> Decisions:
+    return replace(decisions, communication_dtype=INT8)
+
+
+def sent_bytes(decisions: Decisions, cluster: Cluster, graph: Graph = GRAPH) -> float:
+    """What a device sends in a step."""
+    found = price_plan(lower(graph, decisions), cluster, decisions, Optimizer("adamw", 2))
+    return sum(size for _, size, _ in found.price.comm)
+
+
+def test_plan_files_say_it_and_others_stay_as_they_are() -> None:
+    plain = example()
+    assert "communication_dtype" not in plan_to_json(plain)
+    plan = replace(plain, decisions=in_int8(plain.decisions))
+    text = plan_to_json(plan)
+    assert plan_from_json(text, "p.json") == plan
+    with pytest.raises(InputError, match=r"p.json:.*int8"):
+        plan_from_json(text.replace('"int8"', '"int4"'), "p.json")
+
+
+def test_pipelines_and_unknown_types_are_refused() -> None:
+    decisions = data_parallel(load_cluster("4xcpu"))
+    verify_decisions(GRAPH, in_int8(decisions))
+    with pytest.raises(VerifyError, match="'int4' is not one of int8"):
+        verify_decisions(GRAPH, replace(decisions, communication_dtype="int4"))
+    stages = (
+        Stage(("net",), (range(1),), grid({})),
+        Stage((":mse_loss#0",), (range(1, 2),), grid({})),
+    )
+    pipeline = Decisions(stages, num_microbatches=2, schedule="gpipe")
+    verify_decisions(GRAPH, pipeline)
+    with pytest.raises(VerifyError, match="not yet executable in pipelines"):
+        verify_decisions(GRAPH, in_int8(pipeline))
+
+
+@pytest.mark.parametrize("storage", STORED)
+def test_what_is_reduced_once_and_what_is_gathered_in_passes_is_quantized(storage: str) -> None:
+    decisions = in_int8(data_parallel(load_cluster("4xcpu"), *STORED[storage]))
+    nodes = step_program(lower(GRAPH, decisions))
+    found = {(node.action, node.when): node.dtype for node in nodes if node.parameters}
+    want = {
+        "replicated": {("REDUCE", "step"): INT8},
+        "zero1": {("REDUCE", "step"): INT8, ("GATHER", "step"): ""},
+        "zero2": {("REDUCE", "microbatch"): INT8, ("GATHER", "step"): ""},
+        "zero3": {("GATHER", "forward and backward"): INT8, ("REDUCE", "microbatch"): INT8},
+    }
+    assert found == want[storage]
+
+
+def test_a_gradient_of_two_collectives_is_sent_as_it_is() -> None:
+    mesh = grid({"x": 2, "y": 2})
+    plan = data_parallel(load_cluster("4xcpu"))
+    nodes = tuple(replace(n, factors=(("d0", ("x", "y")),)) for n in plan.nodes)
+    near = Storage(("y",))
+    parameters = (ParameterDecision(NAMES[0], near, near, near),)
+    decisions = Decisions(one_stage(mesh), nodes, parameters, communication_dtype=INT8)
+    nodes_of = {
+        (name.input.target, node.kind, node.axes): node.dtype
+        for node in step_program(lower(GRAPH, decisions))
+        for name in node.parameters
+    }
+    assert nodes_of == {
+        (NAMES[0], "all_gather", ("y",)): INT8,
+        (NAMES[0], "reduce_scatter", ("y",)): "",
+        (NAMES[0], "all_reduce", ("x",)): "",
+        (NAMES[1], "all_reduce", ("x", "y")): INT8,
+    }
+
+
+@pytest.mark.parametrize("cluster", ["4xcpu", "1x4xH100"])
+def test_bytes_are_a_quarter(cluster: str) -> None:
+    """By hand: an all_reduce is an all_to_all and an all_gather of a quarter of the bytes."""
+    there = load_cluster(cluster)
+    plain = data_parallel(there)
+    assert sent_bytes(plain, there) == pytest.approx(1.5 * WEIGHTS, rel=1e-4)
+    assert sent_bytes(in_int8(plain), there) == pytest.approx(1.5 * WEIGHTS / 4 * EACH, rel=1e-4)
+    fsdp = data_parallel(there, *STORED["zero3"])
+    sent = sent_bytes(in_int8(fsdp), there)
+    # The only block stays gathered for its backward pass: an all_gather and an all_to_all.
+    assert sent == pytest.approx(2 * 0.75 * WEIGHTS / 4 * EACH, rel=1e-4)
+    assert sent_bytes(fsdp, there) >= 3.9 * sent
+
+
+def test_weights_of_half_precision_send_half() -> None:
+    there = load_cluster("1x4xH100")
+    graph = parse_graph(TEXT.replace("float32", "bfloat16"))
+    fsdp = data_parallel(there, *STORED["zero3"])
+    exact, half = sent_bytes(fsdp, there, graph), sent_bytes(in_int8(fsdp), there, graph)
+    assert exact / half == pytest.approx(2 / EACH, rel=1e-4)
+
+
+def test_steps_are_faster_where_links_are_slow_and_quantizing_takes_its_time() -> None:
+    slow = load_cluster("4x1xcpu")
+    for stored in STORED.values():
+        plain = data_parallel(slow, *stored)
+        played = [simulate(lower(GRAPH, own), slow, own, ADAM) for own in (plain, in_int8(plain))]
+        assert played[1].step_ps < played[0].step_ps
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
+    rng, cluster = Random(seed), (SLOW, FAST)[seed % 2]
+    graph = random_graph(rng, num_operators=4)
+    mesh = rng.choice(list(logical_meshes(cluster)))
+    context = context_of(graph, cluster, mesh, communication_dtype=INT8)
+    bound, tried = least_step_ps(context), 0
+    plain = least_step_ps(context_of(graph, cluster, mesh))
+    assert 0 < bound <= plain * (1 + 1e-9)
+    for plan in (*good_plans(context), *map(in_int8, random_plans(graph, mesh, 1, rng))):
+        assert plan.communication_dtype == INT8
+        try:
+            pcg = lower(graph, plan)
+        except LayoutError:
+            continue
+        tried += 1
+        assert bound <= simulate(pcg, cluster, plan, ADAM).step_ps * (1 + 1e-9)
+    assert tried > 2
+
+
+def test_the_search_uses_it_only_where_it_is_allowed() -> None:
+    program = api.capture("zoo:mlp", batch=16, optimizer="sgd")
+    asked = {"cluster": "2x1xcpu", "devices": 2}
+    found = {
+        (method, bool(allow)): api.search(program, **asked, method=method, allow=allow)
+        for method in ("auto", "data_parallel")
+        for allow in ((), (QUANTIZED,))
+    }
+    assert {key: plan.decisions.communication_dtype for key, plan in found.items()} == {
+        ("auto", False): None,
+        ("auto", True): INT8,
+        ("data_parallel", False): None,
+        ("data_parallel", True): INT8,
+    }
+    steps = {key: plan.prediction.step_s for key, plan in found.items() if plan.prediction}
+    for method in ("auto", "data_parallel"):
+        assert steps[method, True] < steps[method, False]
+    best = found["auto", True]
+    assert best.bound_s is not None
+    assert best.bound_s <= steps["auto", True] <= steps["data_parallel", True]
+
+
+def test_blocks() -> None:
+    assert [in_blocks(n) for n in (0, 1, BLOCK, BLOCK + 1)] == [0, BLOCK, BLOCK, 2 * BLOCK]
+    assert payload_bytes(2 * BLOCK) == 2 * BLOCK + 8
