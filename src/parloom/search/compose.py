@@ -299,7 +299,6 @@ class _Composition:
         calls as have such weights, those of main that are stored alike once.
         """
         program, apart = self.composer.program, self.composer.apart
-        width = apart.quantizes("float32")
         known: dict[_Message, int] = {}
         for weight, columns in zip(program.weights, weights, strict=True):
             over: dict[_Message, list[int]] = {}
@@ -311,11 +310,13 @@ class _Composition:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
                         rows[PARTS:] = apart.messages.of_call(
-                            message.level, program.units, message.reduces, width
+                            message.level,
+                            program.units,
+                            message.reduces,
+                            apart.quantizes("float32"),
                         )
                     else:
-                        axes = message.level.optimizer
-                        rows[PARTS:][AFTER] = apart.messages.least_ps(axes, width)
+                        rows[PARTS:][AFTER] = apart.messages.least_ps(message.level.optimizer)
                     known[message] = self._column(rows, program.units if message.unit else 1)
                 calls = 1.0 if message.unit else float(weight.count)
                 self.program.row({**dict.fromkeys(some, 1.0), known[message]: -calls}, high=0.0)

@@ -300,10 +300,8 @@ class StoragePrices:
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            gathered = self.messages.share(
-                found, weight, "all_gather", level.weight, whole * width, unit,
-                self.quantizes(weight.spec.dtype),
-            )  # fmt: skip
+            sent = whole * width, unit, self.quantizes(weight.spec.dtype)
+            gathered = self.messages.share(found, weight, "all_gather", level.weight, *sent)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
             found[STORED] += _pooled(weight, level, whole * width, whole * gradient)
             if weight.block:
@@ -365,8 +363,8 @@ class StoragePrices:
         once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
         rest = tuple(a for a in partial if a not in level.optimizer)
         path = [axes for axes in (each, once, rest) if self.mesh.size(axes) > 1]
-        own = self.decisions.reduce_dtype or weight.spec.dtype
-        width = self.quantizes(own) if len(path) == 1 else 0
+        dtype = self.decisions.reduce_dtype or weight.spec.dtype
+        width = self.quantizes(dtype) if len(path) == 1 else 0
         # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
         early = CHUNKED if weight.block or not level.weight else ALONE
         for part, kind, axes, left in (
