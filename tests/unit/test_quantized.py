@@ -1,6 +1,7 @@
 """Quantized communication in plans, in step programs, in prices and in the search."""
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -158,11 +159,22 @@ def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
     assert tried > 2
 
 
-def test_the_search_uses_it_only_where_it_is_allowed() -> None:
-    program = api.capture("zoo:mlp", batch=16, optimizer="sgd")
-    asked = {"cluster": "2x1xcpu", "devices": 2}
+# Two devices on a slow link, and many samples: gradients are the least that is sent.
+SLOW_LINK = """
+name: slow
+device: {name: fast, memory: 8GiB, memory_bandwidth: 500GB/s, rates: {fp32: 50GFLOP/s}}
+backend: gloo
+levels: [{name: network, size: 2, bandwidth: 50Mbit/s, latency: 200us}]
+"""
+
+
+def test_the_search_uses_it_only_where_it_is_allowed(tmp_path: Path) -> None:
+    (tmp_path / "slow.yaml").write_text(SLOW_LINK)
+    program = api.capture("zoo:mlp", batch=8192, optimizer="sgd")
     found = {
-        (method, bool(allow)): api.search(program, **asked, method=method, allow=allow)
+        (method, bool(allow)): api.search(
+            program, cluster=str(tmp_path / "slow.yaml"), devices=2, method=method, allow=allow
+        )
         for method in ("auto", "data_parallel")
         for allow in ((), (QUANTIZED,))
     }
@@ -174,10 +186,12 @@ def test_the_search_uses_it_only_where_it_is_allowed() -> None:
     }
     steps = {key: plan.prediction.step_s for key, plan in found.items() if plan.prediction}
     for method in ("auto", "data_parallel"):
-        assert steps[method, True] < steps[method, False]
+        assert steps[method, True] < 0.8 * steps[method, False]
     best = found["auto", True]
     assert best.bound_s is not None
     assert best.bound_s <= steps["auto", True] <= steps["data_parallel", True]
+    with pytest.raises(InputError, match="known: quantized-communication"):
+        api.plan("zoo:mlp", cluster="2x1xcpu", allow=["int8"])
 
 
 def test_blocks() -> None:

@@ -310,10 +310,7 @@ class _Composition:
                     rows = np.zeros(NUM_ROWS)
                     if message.unit:
                         rows[PARTS:] = apart.messages.of_call(
-                            message.level,
-                            program.units,
-                            message.reduces,
-                            apart.quantizes("float32"),
+                            message.level, program.units, message.reduces
                         )
                     else:
                         rows[PARTS:][AFTER] = apart.messages.least_ps(message.level.optimizer)

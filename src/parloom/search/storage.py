@@ -146,10 +146,12 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
 
 class Messages:
     """What messages of weights cost on one mesh; without `latency`, those of block calls that
-    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them.
+    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them:
+    of those that are quantized where a `width` of elements is given.
     """
 
-    def __init__(self, walker: Walker, latency: bool) -> None:
+    def __init__(self, walker: Walker, latency: bool, width: int = 0) -> None:
+        self.width = width
         self.walker, self.mesh, self.latency = walker, walker.mesh, latency
         self.rates: dict[tuple[str, Axes, int, int], float] = {}
         self.links = Links(walker.cluster)
@@ -167,24 +169,23 @@ class Messages:
         work_s = coding.encode_s + coding.decode_s
         return replace(found, seconds=found.seconds + work_s, latency_s=found.latency_s + work_s)
 
-    def least_ps(self, axes: Axes, width: int = 0) -> int:
+    def least_ps(self, axes: Axes) -> int:
         """What a collective over `axes` takes at least."""
-        return picoseconds(self.exchange("all_gather", axes, 1, width).seconds)
+        return picoseconds(self.walker.exchange("all_gather", axes, 1).seconds)
 
-    def of_call(self, level: Level, units: int, reduces: bool, width: int = 0) -> WeightPrice:
+    def of_call(self, level: Level, units: int, reduces: bool) -> WeightPrice:
         """What the messages of one block call cost beside their bytes, whose weights are stored at
-        `level`: gathered twice, and if it `reduces`, gradients scattered; quantized where a `width`
-        of elements is given.
+        `level`: gathered twice, and if it `reduces`, gradients scattered.
         """
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        gathered = self.least_ps(level.weight, width)
+        gathered = picoseconds(self.exchange("all_gather", level.weight, 1, self.width).seconds)
         found[AGAIN] = gathered
         found[ALONE] = gathered // units
         found[GATHERED] = gathered - found[ALONE]
         scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
         for part, axes in scattered if reduces else ():
             if axes:
-                sent = picoseconds(self.exchange("reduce_scatter", axes, 1, width).seconds)
+                sent = picoseconds(self.exchange("reduce_scatter", axes, 1, self.width).seconds)
                 found[AFTER] += sent // units
                 found[part] = sent - sent // units
         return found
@@ -242,8 +243,8 @@ class StoragePrices:
         self, walker: Walker, decisions: Decisions, optimizer: Optimizer, *, latency: bool = True
     ) -> None:
         self.walker, self.mesh = walker, walker.mesh
-        self.messages = Messages(walker, latency)
         self.decisions, self.optimizer = decisions, optimizer
+        self.messages = Messages(walker, latency, self.quantizes("float32"))
         # Adam's denominators of all weights at once (`cost.parameters`).
         fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
         self.denominators = optimizer.num_states > 1 and not fused
