@@ -246,6 +246,8 @@ class Parameters:
         """The same of one parameter."""
         decision, width = parameter.decision, self.width(parameter)
         found = {"weights": self._on("device", parameter, decision.weight, width)}
+        if parameter.input.value.name in self._gathered_in_blocks:
+            found["weights"] = self._in_blocks(parameter, decision.weight) * width
         alone = self.walker.kernels.software.memory.masters_alone
         if alone and decision.weight.axes and self.master_width(parameter) != width:
             found["weights"] = 0
@@ -334,6 +336,12 @@ class Parameters:
                     name = parameter.input.value.name
                     paths[name] = (*paths.get(name, ()), index)
         return paths
+
+    @cached_property
+    def _gathered_in_blocks(self) -> frozenset[str]:
+        """Weights whose chunks lie in whole blocks, as they are quantized to be gathered."""
+        gathers = (n for n in self.nodes if (n.action, n.when) == ("GATHER", EACH_PASS) and n.dtype)
+        return frozenset(p.input.value.name for node in gathers for p in node.parameters)
 
     def _on(self, memory: str, parameter: PParameter, storage: Storage, width: int) -> int:
         elements = self._elements(parameter, storage)

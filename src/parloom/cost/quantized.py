@@ -76,6 +76,6 @@ class Quantized:
         return Coding(
             self.kernels.stream_s(ENCODED_BYTES * encoded, ENCODERS),
             self.kernels.stream_s(DECODED_BYTES * received + ENCODED_BYTES * again, DECODERS),
-            wider * WIDE_BYTES * encoded,
-            sums * WIDE_BYTES * share,
+            wider * WIDE_BYTES * encoded + payload_bytes(encoded),
+            sums * WIDE_BYTES * share + payload_bytes(elements),
         )
