@@ -69,7 +69,8 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
     plain = search_with_blocks(request, base, say, pipelines)
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
-    if request.quantizes and request.cluster.num_devices > 1:
+    several = request.cluster.num_devices > 1
+    if request.quantizes and several and plain.status is not Status.INTERRUPTED:
         say(f"searching with gradients and weights in {INT8}")
         own = replace(request, budget=plain.work_left)
         sent = replace(base, communication_dtype=INT8)
