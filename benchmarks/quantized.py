@@ -172,17 +172,21 @@ def judged(rows: list[Row]) -> bool:
 # Steps
 
 
-def prepared(folder: Path, programs: dict[str, Any], cluster: str) -> dict[tuple[str, str], Row]:
+def prepared(
+    folder: Path, programs: dict[str, Any], cluster: str, wanted: list[str]
+) -> dict[tuple[str, str], Row]:
     """Write the plans of all models; what each sends and is expected to take."""
     found: dict[tuple[str, str], Row] = {}
     there = load_cluster(cluster)
     for model, program in programs.items():
         plans: dict[str, Plan] = {}
-        for method in METHODS:
-            plan = api.search(program, cluster=cluster, method=method, devices=RANKS)
-            plans |= {method: plan, f"{method}-{INT8}": quantized(plan)}
-        for side, allow in (("auto", []), (f"auto-{INT8}", [QUANTIZED])):
-            plans[side] = api.search(program, cluster=cluster, devices=RANKS, allow=allow)
+        for side, asked in ASKED.items():
+            if side in wanted:
+                plan = api.search(program, cluster=cluster, devices=RANKS, **asked)
+                plans |= {side: plan, f"{side}-{INT8}": quantized(plan)}
+        if "auto" in wanted:
+            for side, allow in (("auto", []), (f"auto-{INT8}", [QUANTIZED])):
+                plans[side] = api.search(program, cluster=cluster, devices=RANKS, allow=allow)
         for side, plan in plans.items():
             api.save(plan, folder / model / side)
             one = len(plan.decisions.stages) == 1
@@ -195,6 +199,12 @@ def prepared(folder: Path, programs: dict[str, Any], cluster: str) -> dict[tuple
     return found
 
 
+# All but `auto`: the same plan with int8 beside it.
+ASKED: dict[str, Any] = {
+    "data_parallel": {"method": "data_parallel"},
+    "fsdp": {"method": "fsdp"},
+    "zero3": {"method": "fsdp", "pin": ["*=weights:sharded"]},
+}
 CLUSTER_FILE = """
 name: box
 device: {{name: core, memory: 3GiB, memory_bandwidth: 5GB/s, rates: {{fp32: 12GFLOP/s}}}}
@@ -207,6 +217,7 @@ def steps(args: argparse.Namespace) -> list[Row]:
     """Measured steps of all plans at all rates."""
     rows: list[Row] = []
     models = args.models.split(",")
+    wanted = args.plans.split(",") if args.plans else [*ASKED, "auto"]
     programs = {
         model: api.capture(f"{HERE / 'cluster_models.py'}:{model}", optimizer="sgd")
         for model in models
@@ -216,7 +227,7 @@ def steps(args: argparse.Namespace) -> list[Row]:
             folder = Path(name)
             file = folder / "cluster.yaml"
             file.write_text(CLUSTER_FILE.format(rate=rate.replace("mbit", "Mbit/s")))
-            plans = prepared(folder, programs, str(file))
+            plans = prepared(folder, programs, str(file), wanted)
             names = list(dict.fromkeys(side for _, side in plans))
             seconds: dict[tuple[str, str], list[float]] = {}
             ended: dict[tuple[str, str], float] = {}
@@ -265,7 +276,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("part", choices=("loss", "steps"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--plans", help=f"of loss: {EXACT}, METHOD-{INT8}; all by default")
+    parser.add_argument(
+        "--plans", help=f"of loss: {EXACT}, METHOD-{INT8}; of steps: {', '.join(ASKED)}, auto"
+    )
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--testbed", type=Path, help="folder of testbed.py")
     parser.add_argument("--rates", default="50mbit,100mbit")
