@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.execute import quantized as reference
 from parloom.execute.verify import VerifyReport, assemble, compare, reference_trace, verify
-from parloom.ir.plan import Decisions, ParameterDecision, Storage
-from parloom.ir.text import parse_graph
+from parloom.ir.plan import Decisions, ModelSource, ParameterDecision, Plan, Storage
+from parloom.ir.text import print_graph
 from parloom.quantization import BLOCK, LARGEST, in_blocks
 from parloom.runtime import quantized
 from parloom.runtime.sharded_parameter import ShardedParameter
@@ -209,7 +208,7 @@ def proof(model: Model, decisions: Decisions) -> VerifyReport:
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [*(("mlp", seed) for seed in range(6)), ("gpt", 1), ("gpt", 3)]
+    ("name", "seed"), [*(("mlp", seed) for seed in range(6)), ("gpt", 3)]
 )
 def test_random_plans_are_proved(name: str, seed: int) -> None:
     model = lowered.model(name)
@@ -271,9 +270,10 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_are_proved_on_gloo_and_not_as_if_they_were_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = api.plan("zoo:mlp", cluster="2xcpu", devices=2, batch=4, method="fsdp")
-    plan = replace(plan, decisions=replace(plan.decisions, communication_dtype="int8"))
-    model = lowered.of(*zoo.build("mlp", batch=4), graph=parse_graph(plan.graph))
+    model = lowered.model("mlp")
+    decisions = data_parallel(model, Storage())
+    text = print_graph(model.graph)
+    plan = Plan(ModelSource("zoo:mlp"), "2xcpu", "", staged.PLANNED, "fsdp", decisions, text)
     assert verify(plan, model.tensors, model.batch).passed
     monkeypatch.setattr(reference, "quantized", lambda tensor: tensor)
     report = verify(plan, model.tensors, model.batch)
