@@ -85,6 +85,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     calibration: str | Path | None = None,
     pin: Sequence[str] = (),
     forbid: Sequence[str] = (),
+    allow: Sequence[str] = (),
     budget: int | None = None,
     require_gap: float | None = None,
     seed: int = 0,
@@ -108,8 +109,9 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
     this machine. With
     `batch_semantics` "microbatch" the loss is the mean of those of `microbatches` microbatches,
     each computed by itself. `calibration` is a file that `parloom calibrate` wrote.
-    `pin` and `forbid` fix layouts and rule them out (docs/reference/pins.md), `budget` ends the
-    search after so much work.
+    `pin` and `forbid` fix layouts and rule them out (docs/reference/pins.md), `allow` is a list of
+    what plans may do that changes results ("quantized-communication"), `budget` ends the search
+    after so much work.
 
     Raises `InputError`, `CaptureError`, `InfeasibleError` (nothing fits) or `GapError` (the plan is
     further than `require_gap` above what was proved to be the least).
@@ -133,6 +135,7 @@ def plan(  # noqa: PLR0913 - one argument per flag of the command
         "calibration": calibration,
         "pin": pin,
         "forbid": forbid,
+        "allow": allow,
         "budget": budget,
         "objective": objective,
         "price": price,

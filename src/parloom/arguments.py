@@ -12,6 +12,7 @@ from parloom.errors import InputError, nearest
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL, OF_INFERENCE, Objective
 from parloom.ir.regular_parts import check_on_any
+from parloom.quantization import QUANTIZED
 from parloom.search.conflicts import check_axes
 from parloom.search.pinned import Pinned, Subjects
 from parloom.search.pins import Pin, parse_pin
@@ -76,6 +77,10 @@ def _check_search(asked: Mapping[str, object]) -> None:
             raise InputError(f"{flag}: must be a list of NAME=LAYOUT, got {given!r}")
         for text in given:
             parse_pin(str(text), forbidden=flag == "forbid")
+    allowed = asked.get("allow") or ()
+    for name in allowed if isinstance(allowed, list | tuple) else (allowed,):
+        if name != QUANTIZED:
+            raise InputError(f"allow: nothing is called {name!r}; known: {QUANTIZED}")
     if asked.get("budget") is not None and asked.get("method", AUTO) not in COUNTED:
         raise InputError(f"budget: only {', '.join(COUNTED)} count work (--method)")
     gap = asked.get("require_gap")

@@ -39,6 +39,7 @@ from parloom.errors import (
 )
 from parloom.ir.plan import ActivationDecision, Decisions, Status
 from parloom.ir.regular_parts import RegularPart, moved_by
+from parloom.quantization import INT8
 from parloom.search.blocks import smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -266,6 +267,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
         pinned = as_pinned(request)
         searched = search_with_pipelines(pinned.request, base_of(request), say).of(pinned)
     found += of_search(request, searched) if searched else ()
+    found += _quantized(request, found) if request.quantizes else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.bound_words:
@@ -327,6 +329,21 @@ def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
         yield replace(
             plan, decisions=decisions, prediction=prediction, name=f"{plan.name}, striped positions"
         )
+
+
+def _quantized(request: Request, found: Sequence[ScoredPlan]) -> list[ScoredPlan]:
+    """The plans of one stage with gradients and weights in int8, where they are faster for it."""
+    faster = []
+    for plan in found:
+        own = plan.decisions
+        if len(own.stages) > 1 or own.num_ranks == 1 or own.communication_dtype:
+            continue
+        decisions = replace(own, communication_dtype=INT8)
+        prediction = request.on(own.num_ranks).predict(decisions)
+        if prediction.step_s < plan.prediction.step_s:
+            name = f"{plan.name}, {INT8}"
+            faster.append(replace(plan, decisions=decisions, prediction=prediction, name=name))
+    return faster
 
 
 def distinct(proposals: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
@@ -477,7 +494,8 @@ def _name(method: str, decisions: Decisions) -> str:
         if replicas == stages:
             return f"{title} ({replicas} replicas on {sizes} devices, {parts})"
         return f"{title} ({stages} stages on {sizes} devices, {parts})"
-    return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)})"
+    sent = f", {decisions.communication_dtype}" if decisions.communication_dtype else ""
+    return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)}){sent}"
 
 
 def on_devices(request: Request, name: str, decisions: Decisions) -> str:

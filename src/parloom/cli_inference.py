@@ -62,6 +62,7 @@ def _check(captured: Asked, searched: Asked, other: Asked) -> None:
         "--days": other["days"],
         "--pareto": other["pareto"],
         "--price": searched["price"],
+        "--allow": searched["allow"],
     }
     for flag, given in flags.items():
         if given:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from parloom.arguments import METHODS
+from parloom.quantization import QUANTIZED
 from parloom.search.pins import NO_REWRITE
 
 
@@ -76,6 +77,10 @@ Inference = Annotated[
 NewTokens = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Generate N tokens after each prompt (--inference)."),
+]
+Allowed = Annotated[
+    list[str] | None,
+    typer.Option(metavar="WHAT", help=f"{QUANTIZED}: gradients and gathered weights in int8."),
 ]
 OBJECTIVE = (
     "The fastest plan (default), the cheapest a step, or the least peak memory; of --inference the"

@@ -26,6 +26,7 @@ from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph, print_graph
+from parloom.quantization import QUANTIZED
 from parloom.report.words import WARNING, unasked_words
 from parloom.search.pins import parse_pin
 from parloom.search.request import AUTO, Request, ScoredPlan
@@ -141,7 +142,8 @@ def asked_of(plan: Plan) -> Asked:
     )
     method = plan.method if plan.method in arguments.METHODS else AUTO
     limit = memory[0] if memory else None
-    return {"method": method, "memory": limit, "pin": pin, "forbid": forbid}
+    allow = [QUANTIZED] if plan.decisions.communication_dtype else []
+    return {"method": method, "memory": limit, "pin": pin, "forbid": forbid, "allow": allow}
 
 
 def find(  # noqa: PLR0913 - one argument per flag of the command
@@ -155,6 +157,7 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     calibration: str | Path | None = None,
     pin: Sequence[str] = (),
     forbid: Sequence[str] = (),
+    allow: Sequence[str] = (),
     budget: int | None = None,
     objective: str = Objective.TIME,
     price: str | None = None,
@@ -192,6 +195,7 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         all_devices=devices is not None,
         objective=Objective(objective),
         sizes=tuple(sizes),
+        quantizes=QUANTIZED in allow,
     )
     is_spec = machine.calibration is None and part is None
     spec = resolve_cluster(cluster).spec if is_spec else ""

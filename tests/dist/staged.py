@@ -1,7 +1,7 @@
 """Random pipelines of small captured models, on threads of one process."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -156,8 +156,13 @@ def compiled(model: Model, decisions: Decisions) -> CompiledStages:
     return compile_stages(lowered, decisions, "test")
 
 
-def train(pipeline: rt.Pipeline, model: Model, **chosen: object) -> list[RankTrace]:
-    """Three steps on every rank."""
+def train(
+    pipeline: rt.Pipeline,
+    model: Model,
+    begin: Callable[[int, rt.Trainer], None] = lambda rank, trainer: None,
+    **chosen: object,
+) -> list[RankTrace]:
+    """Three steps on every rank; `begin` is called before each, with the rank."""
 
     def rank(comm: rt.Comm) -> RankTrace:
         trainer = rt.Trainer(
@@ -172,6 +177,7 @@ def train(pipeline: rt.Pipeline, model: Model, **chosen: object) -> list[RankTra
         losses: list[Tensor] = []
         gradients: Pieces = {}
         for step in range(STEPS):
+            begin(comm.rank, trainer)
             losses.append(trainer.step(model.batch).loss)
             if step == 0:
                 gradients = pieces_of(gradients_of(trainer))

@@ -35,7 +35,15 @@ from tests.dist.allocations import allocated
 from tests.zoo_sizes import SMALL, small
 
 
-BERT: dict[str, Any] = {"batch": 8, "seq": 32, "vocab": 512, "width": 64, "depth": 2, "heads": 4, "inner": 256}
+BERT: dict[str, Any] = {
+    "batch": 8,
+    "seq": 32,
+    "vocab": 512,
+    "width": 64,
+    "depth": 2,
+    "heads": 4,
+    "inner": 256,
+}
 
 
 def decided(graph: Graph, call: Call, policy: str) -> ActivationDecision:
@@ -131,10 +139,13 @@ def test_what_is_stored_and_buffers_of_collectives_are_as_predicted(name: str) -
         for n in parallel.nodes
     )
     programs, said = [], []
-    for chunks, microbatches in itertools.product(STORAGE, (1, 2)):
+    for chunks, (microbatches, sent) in itertools.product(
+        STORAGE, ((1, None), (2, None), (1, "int8"))
+    ):
         decisions = Decisions(
-            one_stage(mesh), nodes, num_microbatches=microbatches, parameters=stored(graph, *chunks)
-        )
+            one_stage(mesh), nodes, num_microbatches=microbatches,
+            parameters=stored(graph, *chunks), communication_dtype=sent,
+        )  # fmt: skip
         pcg = lower(graph, decisions)
         programs.append(compile_pcg(pcg, "memory").program)
         played = simulate(pcg, load_cluster("4xcpu"), decisions, Optimizer("adamw", 2))

@@ -400,6 +400,7 @@ def test_same_plan_same_folder_same_bytes(api: FakeApi, tmp_path: Path) -> None:
         ),
         (["plan", "m", "--cluster", "4xcpu", "--pin", "lm_head"], "write --pin NAME=LAYOUT"),
         (["plan", "m", "--cluster", "4xcpu", "--forbid", "a=b c"], "--forbid a=b c: 'b c' is no"),
+        (["plan", "m", "--cluster", "4xcpu", "--allow", "int8"], "known: quantized-communication"),
         (["cluster", "shwo"], "No such command 'shwo'. Did you mean 'show'?"),
         (["verify", "none.json"], "cannot read the plan none.json: No such file"),
     ],

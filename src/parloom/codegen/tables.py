@@ -141,6 +141,8 @@ def _step_node(node: StepNode) -> str:
         parts.append(f"unit={node.unit!r}")
     if node.bucket_bytes:
         parts.append(f"bucket_bytes={node.bucket_bytes}")
+    if node.dtype:
+        parts.append(f"dtype={node.dtype!r}")
     if not node.parameters:
         return f"rt.StepNode({', '.join(parts)})"
     lines, line = [f"rt.StepNode({', '.join(parts)}, parameters=("], " " * 11

@@ -36,7 +36,7 @@ from parloom.cost.tasks import (
     segment,
     with_placeholders,
 )
-from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduced, whole
+from parloom.cost.transfers import ROOT, Gathered, Offloaded, Pool, Ready, Reduced, decode, whole
 from parloom.cost.works import Called, Sizes, Track, Work
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
@@ -67,7 +67,7 @@ class StageWriter:
         self.reduced = Reduced(self.links, self.pool)
         self.unit_of = {n: g.unit or ROOT for g in found.parameters.gathers for n in g.parameters}
         self.host = Offloaded(self.links)
-        self.pending: list[str] = []
+        self.pending: list[tuple[str, Transfer]] = []
         self.halves = Halves(found, self.names)
         # Forward passes of the next step for which updated weights are not needed yet.
         self.passes_before = 1
@@ -190,8 +190,10 @@ class StageWriter:
         out = Listing()
         if self.ready is not None:
             self.ready.rest(out)
-        for key in self.pending:
-            out.run("gradients", "wait", waits=(key,))
+        for key, bucket in self.pending:
+            after = ((COMMUNICATION, -bucket.scratch_bytes),)
+            out.run("gradients", "wait", waits=(key,), after=after)
+            decode(bucket, out)
         self.pending = []
         self.reduced.land(out)
         return Action("REDUCE", (self._place(out),))

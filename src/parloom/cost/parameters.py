@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from parloom.cost.price import Price
+from parloom.cost.quantized import Coding, Quantized
 from parloom.cost.walk import Walker
 from parloom.cost.works import Exchange, Pass, Sizes, Track, summed
 from parloom.ir.graph import CACHE, DTYPE_BYTES
@@ -22,6 +23,7 @@ from parloom.ir.step_program import (
     StepNode,
     step_program,
 )
+from parloom.quantization import in_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Transfer:
     `num_bytes` are those of the whole tensors. What is `chunked` travels through `staging_bytes` of
     memory, `parts` chunks padded to equal length. `unit` as in `StepNode`; `when` is when the
     gradients are reduced, and `then` what the last microbatch goes on with: from chunks of
-    gradients to those that are updated.
+    gradients to those that are updated. `coding`: it is quantized.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Transfer:
     staging_bytes: int = 0
     chunked: bool = False
     then: "Transfer | None" = None
+    coding: Coding | None = None
 
     def chain(self) -> tuple["Transfer", ...]:
         """This and `then`."""
@@ -243,6 +246,8 @@ class Parameters:
         """The same of one parameter."""
         decision, width = parameter.decision, self.width(parameter)
         found = {"weights": self._on("device", parameter, decision.weight, width)}
+        if parameter.input.value.name in self._gathered_in_blocks:
+            found["weights"] = self._in_blocks(parameter, decision.weight) * width
         alone = self.walker.kernels.software.memory.masters_alone
         if alone and decision.weight.axes and self.master_width(parameter) != width:
             found["weights"] = 0
@@ -332,6 +337,12 @@ class Parameters:
                     paths[name] = (*paths.get(name, ()), index)
         return paths
 
+    @cached_property
+    def _gathered_in_blocks(self) -> frozenset[str]:
+        """Weights whose chunks lie in whole blocks, as they are quantized to be gathered."""
+        gathers = (n for n in self.nodes if (n.action, n.when) == ("GATHER", EACH_PASS) and n.dtype)
+        return frozenset(p.input.value.name for node in gathers for p in node.parameters)
+
     def _on(self, memory: str, parameter: PParameter, storage: Storage, width: int) -> int:
         elements = self._elements(parameter, storage)
         return elements * width if storage.memory == memory else 0
@@ -351,14 +362,31 @@ class Parameters:
             sum(map(self._elements, members, stored)) * DTYPE_BYTES[dtype]
             for stored in (wholes, owned)
         )
-        exchange = self.walker.exchange(node.kind, node.axes, size)
         parts = mesh.size(node.axes)
+        elements = sum(map(self._in_blocks, members, owned))
+        exchange, coding = self._sent(node, size, parts * elements, DTYPE_BYTES[dtype])
+        if coding:
+            chunk = elements * DTYPE_BYTES[dtype]
         if late and all(map(self.lies_whole, members)):
             chunk = 0  # gathered where they lie
         return Transfer(
             name, _names(members), (exchange,), size, node.when, node.unit, dtype, parts,
-            parts * chunk, chunked=True,
+            parts * chunk, chunked=True, coding=coding,
         )  # fmt: skip
+
+    def _sent(
+        self, node: StepNode, num_bytes: int, elements: int, width: int
+    ) -> tuple[Exchange, Coding | None]:
+        """The collective of a node on so many bytes, or on so many elements in blocks."""
+        if not node.dtype:
+            return self.walker.exchange(node.kind, node.axes, num_bytes), None
+        prices = Quantized(self.walker.exchange, self.walker.kernels, self.pcg.mesh)
+        sent = node.kind, node.axes, elements, width
+        return prices.exchange(*sent), prices.coding(*sent)
+
+    def _in_blocks(self, parameter: PParameter, storage: Storage) -> int:
+        """Elements of one rank's chunk of a home shard where it is quantized."""
+        return in_blocks(self._elements(parameter, storage))
 
     def _reduction(
         self, name: str, members: tuple[PParameter, ...], unit: str | None = None
@@ -384,22 +412,23 @@ class Parameters:
         size = sum(map(self.gradient_bytes, members))
         nodes = [n for n in map(self.nodes.__getitem__, self._path(members[0])) if n.when == when]
         scattered = mesh.size(next((n.axes for n in nodes if n.kind == "reduce_scatter"), ()))
-        exchanges = [
-            self.walker.exchange(n.kind, n.axes, size // parts * scattered)
-            if n.kind == "reduce_scatter"
-            else self.walker.exchange(n.kind, n.axes, size // parts)
-            for n in nodes
-        ]
         stored = [
             p.decision.gradient if when == EACH_MICROBATCH else p.decision.optimizer
             for p in members
         ]
-        chunk = sum(map(self._elements, members, stored)) * DTYPE_BYTES[dtype]
+        elements, width = sum(map(self._in_blocks, members, stored)), DTYPE_BYTES[dtype]
+        sent = [
+            self._sent(n, size // parts * times, elements * times, width)
+            for n in nodes
+            for times in [scattered if n.kind == "reduce_scatter" else 1]
+        ]
+        coding = next((found for _, found in sent if found), None)
+        chunk = elements * width if coding else sum(map(self._elements, members, stored)) * width
         if all(map(self.lies_whole, members)):
             chunk = 0  # scattered where they lie
         return Transfer(
-            name, _names(members), tuple(exchanges), size, when, unit, dtype, scattered,
-            scattered * chunk, chunked=bool(members[0].decision.optimizer.axes),
+            name, _names(members), tuple(e for e, _ in sent), size, when, unit, dtype, scattered,
+            scattered * chunk, chunked=bool(members[0].decision.optimizer.axes), coding=coding,
         )  # fmt: skip
 
 

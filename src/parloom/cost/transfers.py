@@ -20,6 +20,7 @@ from parloom.cost.tasks import (
     Links,
     Listing,
     key_of,
+    picoseconds,
 )
 from parloom.cost.works import Called
 from parloom.ir.step_program import EACH_STEP
@@ -142,6 +143,7 @@ class Gathered:
             (exchange,) = gather.exchanges
             launch = self.links.exchange(_key(gather), exchange, OF_WEIGHTS)
             self.pool.take(gather.staging_bytes, gather.dtype, out)
+            encode(gather, out)
             out.launch(launch, gather.name, before=((COMMUNICATION, gather.scratch_bytes),))
 
     def _arrive(self, unit: str, out: Listing) -> None:
@@ -159,6 +161,7 @@ class Gathered:
             # The back end is through before the weights are unpacked.
             after = ((COMMUNICATION, -gather.scratch_bytes), (COMMUNICATION, fresh))
             out.run(gather.name, "wait", waits=(_key(gather),), after=after)
+            decode(gather, out)
 
     def _lasts(self, unit: str) -> bool:
         return any(n in self._lasting for gather in self.units[unit] for n in gather.parameters)
@@ -215,6 +218,7 @@ class Reduced:
     def _in_place(self, chain: Sequence[Transfer], out: Listing) -> _Flight:
         """Launch all collectives at once; each begins when the one before is over."""
         steps = [(t, index) for t in chain for index in range(len(t.exchanges))]
+        encode(chain[0], out)
         scratch = max(transfer.scratch_bytes for transfer in chain)
         channel, taken = "", scratch
         for transfer, index in steps:
@@ -246,6 +250,7 @@ class Reduced:
         flight.given = transfer.scratch_bytes + (0 if stays else chunk)
         before = ((COMMUNICATION, flight.given), (GRADIENTS, chunk if stays else 0))
         after = ((GRADIENTS, -freed_bytes),)
+        encode(transfer, out)
         if transfer.exchanges:
             first = self.links.exchange(_key(transfer), transfer.exchanges[0], OF_WEIGHTS)
             out.launch(first, transfer.name, before, after)
@@ -282,6 +287,7 @@ class Reduced:
         self._unstage(flight, transfer, out)
         waits = (_key(*flight.last),) if transfer.exchanges else ()
         out.run(transfer.name, "wait", waits=waits, after=((COMMUNICATION, -flight.given),))
+        decode(transfer, out)
 
     def _land(self, out: Listing) -> None:
         flight = self.flights.pop(0)
@@ -293,8 +299,9 @@ class Ready:
     """Launches reductions in one backward pass as gradients become ready.
 
     `touched` are the names of the parameters in the order in which gradients are made for them,
-    each as often as that happens; `whole` collects the keys of what is reduced once a step. `last`:
-    no microbatch comes after. Unless it `overlaps`, what is reduced once a step is left to `rest`.
+    each as often as that happens; `whole` collects what is reduced once a step, with its keys.
+    `last`: no microbatch comes after. Unless it `overlaps`, what is reduced once a step is left to
+    `rest`.
     """
 
     def __init__(
@@ -303,7 +310,7 @@ class Ready:
         buckets: Sequence[Transfer],
         touched: Iterable[str],
         reduced: Reduced,
-        whole: list[str],
+        whole: list[tuple[str, Transfer]],
         last: bool,
         overlaps: bool,
     ) -> None:
@@ -355,7 +362,8 @@ class Ready:
         if bucket.chunked:
             self._scatter(bucket, out)
         elif self._last:
-            self._whole.append(whole(bucket, self._reduced.links, out))
+            key = whole(bucket, self._reduced.links, out, bucket.scratch_bytes)
+            self._whole.append((key, bucket))
 
     def _scatter(self, transfer: Transfer, out: Listing) -> None:
         if not self._last and transfer.when == EACH_STEP:
@@ -418,9 +426,27 @@ def _fetched(call: Called) -> str:
 def whole(transfer: Transfer, links: Links, out: Listing, taken_bytes: int = 0) -> str:
     """Launch a bucket of whole tensors, which takes so many bytes; its key."""
     (exchange,) = transfer.exchanges
+    encode(transfer, out)
     launch = links.exchange(_key(transfer), exchange, OF_WEIGHTS)
     out.launch(launch, transfer.name, before=((COMMUNICATION, taken_bytes),))
     return launch.key
+
+
+def encode(transfer: Transfer, out: Listing) -> None:
+    """Quantize what sets out."""
+    if transfer.coding is not None:
+        _code(transfer.coding.encode_s, transfer.coding.encode_bytes, out)
+
+
+def decode(transfer: Transfer, out: Listing) -> None:
+    """Read what has arrived quantized."""
+    if transfer.coding is not None:
+        _code(transfer.coding.decode_s, transfer.coding.decode_bytes, out)
+
+
+def _code(seconds: float, size: int, out: Listing) -> None:
+    before, after = ((COMMUNICATION, size),), ((COMMUNICATION, -size),)
+    out.run("quantized communication", "quantize", picoseconds(seconds), (), before, after)
 
 
 def _key(transfer: Transfer, index: int = 0) -> str:

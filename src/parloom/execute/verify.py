@@ -8,7 +8,7 @@ masks are drawn for the global tensors. The reference never touches generated co
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from parloom.errors import InputError
 from parloom.execute.eager_compare import DIFFERS, EagerReport
 from parloom.execute.optimizers import make
 from parloom.execute.program import training_program
+from parloom.execute.quantized import Addends, QuantizedReference, Told, quantized_gradients
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import run_step
 from parloom.execute.relative import Difference, judged, relative_difference
@@ -94,12 +95,15 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a run leaves: losses, gradients of the first step, weights and buffers at the end."""
+    """What a run leaves: losses, gradients of the first step, weights and buffers at the end; of
+    gradients that are quantized, sums of addends that are not, by what they are.
+    """
 
     losses: tuple[Tensor, ...]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
     replicas: tuple[str, ...] = ()  # where ranks that hold the same differ
+    addends: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +155,9 @@ def verify(
     batch = {name: in_double(t) for name, t in batch.items()}
     pipeline = training_program(plan, graph).pipeline
     say(f"training {STEPS} steps on {pipeline.num_ranks} ranks")
-    parts = fork_ranks(
+    found = fork_ranks(
         pipeline.num_ranks,
-        train_rank,
+        train_telling,
         pipeline,
         plan.optimizer,
         tensors,
@@ -161,9 +165,15 @@ def verify(
         timeout_s=timeout_s,
         say=say,
     )
-    parallel = assemble(parts)
-    reference = reference_trace(graph, plan.optimizer, tensors, batch, say)
+    parallel = assemble([trace for trace, _ in found])
+    quantizer = None
+    if plain.communication_dtype is not None:
+        quantizer = QuantizedReference(pipeline.programs[0], [addends for _, addends in found])
+    reference = reference_trace(graph, plan.optimizer, tensors, batch, say, quantizer)
     require_finite(reference)
+    if quantizer is not None:
+        reference = replace(reference, addends=quantizer.exact)
+        parallel = replace(parallel, addends=quantizer.summed)
     return compare(reference, parallel, pipeline.num_ranks)
 
 
@@ -181,6 +191,7 @@ def reference_trace(
     tensors: Tensors,
     batch: Tensors,
     say: Callable[[str], None] = lambda text: None,
+    quantizer: QuantizedReference | None = None,
 ) -> Trace:
     """Three steps of the captured program on this device."""
     trainable = {i.target for i in graph.of_kind("parameter") if i.trainable}
@@ -191,7 +202,7 @@ def reference_trace(
     for step in range(STEPS):
         say(f"training step {step + 1} of {STEPS} on one device, to compare with")
         found = gradients if step == 0 else None
-        losses.append(reference_step(graph, state, batch, optimizer, step, found))
+        losses.append(reference_step(graph, state, batch, optimizer, step, found, quantizer))
     return Trace(tuple(losses), gradients, {n: t.detach() for n, t in state.items()})
 
 
@@ -215,10 +226,14 @@ def reference_step(
     optimizer: torch.optim.Optimizer,
     step: int,
     gradients: dict[str, Tensor] | None = None,
+    quantizer: QuantizedReference | None = None,
 ) -> Tensor:
     """Step number `step` of the captured program: updates `state`, fills `gradients`; the loss."""
     optimizer.zero_grad()
-    results = run_step(graph, state, batch, lambda index, count: Masks(step, index, count))
+    read = state if quantizer is None else quantizer.read(state)
+    results = run_step(graph, read, batch, lambda index, count: Masks(step, index, count))
+    if quantizer is not None:
+        quantizer.reduce(step, state, read)
     loss = results["loss"]
     assert loss is not None
     if gradients is not None:
@@ -237,10 +252,24 @@ Pieces = dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
 RankTrace = tuple[list[Tensor], Pieces, Pieces]
 
 
-def train_rank(
+def train_telling(
     pipeline: Pipeline, planned: Optimizer, tensors: Tensors, batch: Tensors
+) -> tuple[RankTrace, Addends]:
+    """The trace of a rank, and what it quantized of gradients."""
+    told = Told(frozenset().union(*map(quantized_gradients, pipeline.programs)))
+    return train_rank(pipeline, planned, tensors, batch, told), told.addends
+
+
+def train_rank(
+    pipeline: Pipeline,
+    planned: Optimizer,
+    tensors: Tensors,
+    batch: Tensors,
+    begin: Callable[[Trainer], None] = lambda trainer: None,
 ) -> RankTrace:
-    """One rank's losses, and its primary pieces of gradients and of the final state."""
+    """One rank's losses, and its primary pieces of gradients and of the final state; `begin` is
+    called before each step.
+    """
     torch.set_num_threads(1)
     trainer = Trainer(
         pipeline,
@@ -253,6 +282,7 @@ def train_rank(
     losses: list[Tensor] = []
     gradients: Pieces = {}
     for step in range(STEPS):
+        begin(trainer)
         losses.append(trainer.step(batch).loss)
         if step == 0:
             gradients = pieces_of(gradients_of(trainer))
@@ -359,7 +389,12 @@ def compare(
         )
         for name in sorted(reference.state.keys() | parallel.state.keys())
     ]
-    found = judged([*losses[:1], *gradients, *losses[1:], *state], tolerance)
+    floor = GRADIENT_FLOOR * largest
+    addends = [
+        Difference(name, relative_difference(expected, parallel.addends.get(name), floor))
+        for name, expected in reference.addends.items()
+    ]
+    found = judged([*losses[:1], *addends, *gradients, *losses[1:], *state], tolerance)
     first = None if found.first is None else str(found.first)
     if parallel.replicas and first is None:
         first = f"{parallel.replicas[0]} differs between ranks that hold the same part"

@@ -211,7 +211,8 @@ def _missing(found: Description, placers: Sequence[_Placer]) -> Iterator[str]:
     if any(found.recompute.whole) or found.recompute.some:
         yield recompute_words(found, "torch.utils.checkpoint does so")
     for what, dtype in (("copies of weights", found.chosen.master_dtype),
-                        ("sums of gradients", found.chosen.reduce_dtype)):  # fmt: skip
+                        ("sums of gradients", found.chosen.reduce_dtype),
+                        ("messages", found.plan.decisions.communication_dtype)):  # fmt: skip
         if dtype not in (None, found.dtype):
             yield f"{what} in {dtype}"
 

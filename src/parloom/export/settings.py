@@ -26,7 +26,7 @@ class Settings:
 
 def beyond(found: Description) -> Iterator[str]:
     """What no framework of degrees can hold: layouts of its own, rewrites, ranks that repeat work,
-    stripes, batch norms over all devices.
+    stripes, batch norms over all devices, quantized communication.
     """
     yield from found.are(Kind.LAYOUT, Kind.ORDER, Kind.REWRITE)
     if found.chosen.copies > 1:
@@ -36,6 +36,8 @@ def beyond(found: Description) -> Iterator[str]:
     norms = any(flat.node.op in BATCH_NORMS for flat in found.graph.flat())
     if norms and found.chosen.data > 1 and found.plan.decisions.batch_norm == "global":
         yield "batch norm over the samples of all ranks (torch.nn.SyncBatchNorm computes so)"
+    if sent := found.plan.decisions.communication_dtype:
+        yield f"gradients and gathered weights in {sent}"
 
 
 def stages_words(found: Description) -> Iterator[str]:

@@ -192,7 +192,8 @@ class Decisions:
     """Everything that the search chooses.
 
     `actions` are the lists of the groups of devices that have the same stages, in the order of
-    their first stage; none where `schedule` makes them.
+    their first stage; none where `schedule` makes them. Gradients and weights that are gathered
+    travel in `communication_dtype`, where that is given (`quantization`).
     """
 
     stages: tuple[Stage, ...] = ONE_DEVICE
@@ -207,6 +208,7 @@ class Decisions:
     batch_norm: str = "global"
     master_dtype: str | None = None
     reduce_dtype: str | None = None
+    communication_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", _sorted(self.nodes, lambda n: n.key, "nodes"))

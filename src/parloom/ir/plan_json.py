@@ -125,6 +125,7 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
         "batch_norm": decisions.batch_norm,
         "master_dtype": decisions.master_dtype,
         "reduce_dtype": decisions.reduce_dtype,
+        **({"communication_dtype": sent} if (sent := decisions.communication_dtype) else {}),
         "rewrites": list(decisions.rewrites),
         "stages": [
             {
@@ -368,6 +369,7 @@ class _Reader:
             batch_norm=document.batch_norm,
             master_dtype=document.master_dtype,
             reduce_dtype=document.reduce_dtype,
+            communication_dtype=document.communication_dtype,
         )
 
     def _actions(self, index: int, text: str) -> tuple[Action, ...]:

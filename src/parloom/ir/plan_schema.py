@@ -128,6 +128,7 @@ class DecisionsDocument(Document):
     batch_norm: Literal["global", "local"]
     master_dtype: str | None
     reduce_dtype: str | None
+    communication_dtype: Literal["int8"] | None = None
     rewrites: list[Name]
     stages: Annotated[list[StageDocument], Field(min_length=1)]
     nodes: dict[Name, dict[Name, list[Name]]]

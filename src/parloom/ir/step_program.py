@@ -10,8 +10,11 @@ chunks over axes W, its gradient over G, its optimizer state over S, where W beg
     each step         reduce_scatter over S without G, all_reduce over what else is partial,
                       update, all_gather over S without W
 
-Along an axis of G or S over which a gradient is not partial, each rank keeps its chunk. The cost
-layer prices these nodes, the generated program lists them and the runtime runs them.
+Along an axis of G or S over which a gradient is not partial, each rank keeps its chunk. Where a
+plan has a `communication_dtype`, weights that are gathered in each pass travel in it, and gradients
+that one collective makes whole, so that each addend is quantized once; weights that were updated
+are gathered as they are. The cost layer prices these nodes, the generated program lists them and
+the runtime runs them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,6 +24,7 @@ from typing import TypeVar
 from parloom.ir.adjacent import side_by_side
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
+from parloom.ir.plan import Decisions
 
 K = TypeVar("K")
 
@@ -31,6 +35,7 @@ EACH_PASS, EACH_MICROBATCH, EACH_STEP = "forward and backward", "microbatch", "s
 MAX_BUCKET_BYTES = 25 << 20
 MIN_BUCKET_BYTES = 1 << 20
 MIN_BUCKETS = 4
+REAL = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class StepNode:
     about all trained parameters and list none. `unit` is the block call (or "" for main) for which
     weights are gathered and after whose backward pass their gradients are reduced; None where
     gradients leave in buckets of `bucket_bytes` as they arrive. A gradient runs through its nodes
-    in order.
+    in order. What travels is quantized to `dtype`, where there is one (`parloom.quantization`).
     """
 
     action: str
@@ -53,9 +58,11 @@ class StepNode:
     when: str = EACH_STEP
     unit: str | None = None
     bucket_bytes: int = 0
+    dtype: str = ""
 
     def __str__(self) -> str:
-        over = f" over {'x'.join(self.axes)}" if self.axes else ""
+        over = f" in {self.dtype}" if self.dtype else ""
+        over += f" over {'x'.join(self.axes)}" if self.axes else ""
         count = f" of {len(self.parameters)}" if self.parameters else ""
         unit = f" for {self.unit or 'main'}" if self.unit is not None else ""
         return f"{self.action}: {self.kind}{over}{count}{unit}, each {self.when}"
@@ -70,7 +77,7 @@ def step_program(pcg: PCG) -> tuple[StepNode, ...]:
     scaled = ("unscale",) if _gradients_in_half(pcg) else ()
     checks = (StepNode("STEP", kind, space) for kind in (*scaled, "gradient_norm"))
     update = StepNode("STEP", "update", ())
-    reductions = (_in_buckets(node, pcg) for node in _reductions(trained, units))
+    reductions = (_in_buckets(node, pcg) for node in _reductions(trained, units, pcg))
     publications = (_in_buckets(node, pcg) for node in _publications(trained))
     return (*_gathers(units, pcg), *reductions, *checks, update, *publications)
 
@@ -127,11 +134,12 @@ def _gathers(units: dict[str, tuple[PParameter, ...]], pcg: PCG) -> Iterator[Ste
         keys = ((p.decision.weight.axes, p.input.value.spec.dtype) for p in members)
         for (axes, _), alike in _grouped(zip(keys, members, strict=True)):
             ordered = side_by_side(alike, pcg.adjacent)
-            yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit)
+            dtype = quantized(pcg.decisions, alike[0].input.value.spec.dtype)
+            yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit, dtype=dtype)
 
 
 def _reductions(
-    trained: tuple[PParameter, ...], units: dict[str, tuple[PParameter, ...]]
+    trained: tuple[PParameter, ...], units: dict[str, tuple[PParameter, ...]], pcg: PCG
 ) -> Iterator[StepNode]:
     """Gradients are scattered over the axes of their chunks over which they are partial: in every
     microbatch to how they are stored, once a step to how their optimizer state is stored. Over the
@@ -143,20 +151,29 @@ def _reductions(
         gradient, state = parameter.decision.gradient.axes, parameter.decision.optimizer.axes
         partial = tuple(a for a in parameter.reduce if a != TIME)
         scattered = tuple(a for a in gradient if a in partial)
-        for kind, axes, when in (
+        path = [
             ("reduce_scatter", scattered, EACH_MICROBATCH),
             ("reduce_scatter", tuple(a for a in state[len(gradient) :] if a in partial), EACH_STEP),
             ("all_reduce", tuple(a for a in partial if a not in state), EACH_STEP),
-        ):
+        ]
+        once = sum(pcg.mesh.size(axes) > 1 for _, axes, _ in path) == 1
+        own = pcg.decisions.reduce_dtype or parameter.input.value.spec.dtype
+        for kind, axes, when in path:
             if axes:
                 unit = unit_of.get(parameter.input.value.name)
-                steps.append(((kind, axes, when, unit), parameter))
+                dtype = quantized(pcg.decisions, own) if once and pcg.mesh.size(axes) > 1 else ""
+                steps.append(((kind, axes, when, unit, dtype), parameter))
     # A gradient passes its nodes in this order.
     order = ("reduce_scatter", EACH_MICROBATCH), ("reduce_scatter", EACH_STEP)
     rank = {key: index for index, key in enumerate((*order, ("all_reduce", EACH_STEP)))}
     steps.sort(key=lambda step: rank[step[0][0], step[0][2]])
-    for (kind, axes, when, unit), members in _grouped(steps):
-        yield StepNode("REDUCE", kind, axes, members, when, unit)
+    for (kind, axes, when, unit, dtype), members in _grouped(steps):
+        yield StepNode("REDUCE", kind, axes, members, when, unit, dtype=dtype)
+
+
+def quantized(decisions: Decisions, dtype: str) -> str:
+    """What numbers of `dtype` are quantized to where a plan asks for it; real ones alone are."""
+    return decisions.communication_dtype or "" if dtype in REAL else ""
 
 
 def _publications(trained: tuple[PParameter, ...]) -> Iterator[StepNode]:

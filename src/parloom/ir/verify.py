@@ -12,7 +12,7 @@ from typing import TypeVar
 from parloom.errors import LayoutError, VerifyError, nearest
 from parloom.ir.adjacent import adjacent_problems
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import CACHE, DTYPE_BYTES, Call, Function, Graph, Node, TensorSpec
+from parloom.ir.graph import CACHE, Call, Function, Graph, Node, TensorSpec
 from parloom.ir.layout import check
 from parloom.ir.moves import ADJOINTS, State, state
 from parloom.ir.ops import op_of
@@ -28,13 +28,9 @@ from parloom.ir.pcg import (
     operands_of,
     results_of,
 )
-from parloom.ir.plan import (
-    WIDE_DTYPES,
-    ActivationDecision,
-    Decisions,
-    ParameterDecision,
-)
+from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision
 from parloom.ir.stages import ARRIVING, StageDecisions, cut_plan
+from parloom.ir.verify_dtypes import communication, precision
 from parloom.ir.verify_stages import STAGES, Planned, Problems, known_operators, unknown_block
 
 KINDS = ("parameter", "buffer", "batch", CACHE, "constant", ARRIVING)
@@ -325,23 +321,6 @@ def _batch_semantics(planned: Planned) -> Problems:
         yield "batch semantics are by microbatch, and the program has all samples"
 
 
-def _precision(planned: Planned) -> Problems:
-    """The proof computes in float64 whatever these fields say, so they are checked here."""
-    factored, decisions = planned
-    for name in ("master_dtype", "reduce_dtype"):
-        dtype = getattr(decisions, name)
-        if dtype not in (None, *WIDE_DTYPES):
-            yield f"{name} {dtype!r} is not one of {', '.join(WIDE_DTYPES)}"
-        elif dtype and name == "reduce_dtype":
-            for entry in factored.graph.of_kind("parameter"):
-                own = entry.value.spec.dtype
-                if entry.trainable and (
-                    own.startswith("complex") or DTYPE_BYTES[own] > DTYPE_BYTES[dtype]
-                ):
-                    yield f"{name} {dtype!r} does not hold gradients of {entry.target} ({own})"
-                    break
-
-
 DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
     {
         "decisions name operators of the model": known_operators,
@@ -350,7 +329,8 @@ DECISIONS: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
         "activation policies name blocks": _activations,
         "decisions are executable": _executable,
         "the program has the samples that it is decided to have": _batch_semantics,
-        "gradients and masters keep their precision": _precision,
+        "gradients and masters keep their precision": precision,
+        "communication has a known data type": communication,
     }
 )
 

@@ -12,6 +12,7 @@ from parloom.ir.graph import Call
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.plan import Decisions
 from parloom.ir.stages import cut_plan
+from parloom.ir.verify_dtypes import communication
 
 Problems = Iterator[str]
 Planned = tuple[Factored, Decisions]
@@ -114,5 +115,6 @@ STAGES: Mapping[str, Callable[[Planned], Problems]] = MappingProxyType(
         "decisions name parameters of the model": _known_parameters,
         "activation policies name blocks": _known_blocks,
         "stages are a cut of the model": _stages,
+        "communication has a known data type": communication,
     }
 )

@@ -105,6 +105,8 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
             f"the loss is the mean of those of {decisions.num_microbatches} microbatches, each"
             " computed by itself"
         )
+    if decisions.communication_dtype:
+        lines.append(f"gradients and gathered weights travel in {decisions.communication_dtype}")
     return (*lines, *rewrites)
 
 

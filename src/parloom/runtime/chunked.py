@@ -15,6 +15,7 @@ from torch import Tensor
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm
 from parloom.runtime.program import StepNode
+from parloom.runtime.quantized import over
 from parloom.runtime.sharded_parameter import ShardedParameter, owner_axes
 from parloom.runtime.work import Work
 
@@ -30,11 +31,15 @@ class _Stage:
     def __init__(
         self, helds: Sequence[ShardedParameter], have: Axes, want: Axes, nodes: Path, comm: Comm
     ) -> None:
-        axes = {node.kind: node.axes for node in nodes}
-        scattered, new, mesh = axes.get("reduce_scatter", ()), want[len(have) :], comm.mesh
-        self.scatter = comm.weights.group(scattered)
-        self.rest = comm.weights.group(axes.get("all_reduce", ()))
-        self.sections, self.total = layout(held.section(comm, have, want) for held in helds)
+        kinds = {node.kind: node for node in nodes}
+        none = StepNode("REDUCE", "", ())
+        scatter, rest = (kinds.get(kind, none) for kind in ("reduce_scatter", "all_reduce"))
+        scattered, new, mesh = scatter.axes, want[len(have) :], comm.mesh
+        self.scatter = over(comm.weights.group(scattered), scatter.dtype)
+        self.rest = over(comm.weights.group(rest.axes), rest.dtype)
+        self.align = max(scatter.align, rest.align)
+        sections = (held.section(comm, have, want) for held in helds)
+        self.sections, self.total = layout(sections, self.align)
         self.mine = mesh.index(new, comm.rank)
         # The chunks of those among whom this rank scatters: all, or those along its own ones.
         self.indices = [mesh.index(new, rank) for rank in mesh.group(scattered, comm.rank)]
@@ -51,6 +56,8 @@ class _Stage:
     def pack(self, tensors: Sequence[Tensor | None], staging: Tensor) -> Tensor:
         """Flat `staging` memory as [indices, total], with their chunks."""
         staging = staging.view(len(self.indices), self.total)
+        if self.align > 1:
+            staging.zero_()
         for section, tensor in zip(self.sections, tensors, strict=True):
             if tensor is not None:
                 section.pack(tensor, staging, self.indices)
@@ -98,6 +105,8 @@ class _Flight:
         self.kind, self.collected = kind, collected
         stages = kind.stages(last)
         staging = stages[0].pack(gradients, self._staging(stages[0]))
+        for held, gradient in zip(kind.helds, gradients, strict=True):
+            held.tell(gradient)
         reached = [gradient is not None for gradient in gradients]
         self._works = self._run(stages, staging, reached)
         del staging

@@ -79,13 +79,13 @@ class Section:
         return tensor.view(*before, self.parts, self.step, *after).movedim(self.dim, 0)
 
 
-def layout(sections: Iterable[Section]) -> tuple[list[Section], int]:
-    """The sections one after the other, and their total."""
+def layout(sections: Iterable[Section], align: int = 1) -> tuple[list[Section], int]:
+    """The sections one after the other, each at a multiple of `align`, and their total."""
     found: list[Section] = []
     offset = 0
     for section in sections:
         found.append(replace(section, offset=offset))
-        offset += section.numel
+        offset += -(-section.numel // align) * align
     return found, offset
 
 

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from parloom.errors import VerifyError
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
-from parloom.runtime.chunks import Pool
+from parloom.runtime.chunks import Pool, Section, layout
 from parloom.runtime.comm import Comm
 from parloom.runtime.memory import apart, memory_of
+from parloom.runtime.quantized import over
 from parloom.runtime.sharded_parameter import ShardedParameter
 from parloom.runtime.work import Work
 
@@ -224,7 +225,10 @@ class LeafGradients:
                     collected = self._passes > 1 and bucket.chunked.each is None
                     self._traffic.launch(bucket.chunked, gradients, collected=collected)
             elif bucket.flat is not None and self._last:
-                group = self._comm.weights.group(bucket.leaves[0].path[0].axes)
+                (node,) = bucket.leaves[0].path
+                for leaf in bucket.leaves:
+                    leaf.held.tell(leaf.place)
+                group = over(self._comm.weights.group(node.axes), node.dtype)
                 bucket.work = group.all_reduce(bucket.flat)
 
     def _build(self) -> list[_Bucket]:
@@ -273,10 +277,12 @@ def _accumulated(
 
 def _flatten(leaves: list[_Leaf]) -> Tensor:
     """Flat memory in which the leaves collect their gradients from now on."""
-    sizes = [prod(leaf.held.home) for leaf in leaves]
-    flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].weight.device)
-    for leaf, piece in zip(leaves, torch.split(flat, sizes), strict=True):
-        leaf.move(piece.view(leaf.held.home))
+    align = leaves[0].path[0].align
+    homes = (Section(leaf.held.home or (1,), 0, 1, (*leaf.held.home, 1)[0]) for leaf in leaves)
+    sections, total = layout(homes, align)
+    flat = leaves[0].weight.new_zeros(total, dtype=leaves[0].dtype)
+    for leaf, own in zip(leaves, sections, strict=True):
+        leaf.move(own.part(flat, 0).view(leaf.held.home))
     return flat
 
 

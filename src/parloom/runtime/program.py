@@ -7,6 +7,7 @@ from torch import Tensor
 
 from parloom.action_text import ONCE, read_action
 from parloom.errors import VerifyError
+from parloom.quantization import BLOCK
 from parloom.runtime.context import Context
 from parloom.runtime.mesh import Axis, Mesh
 from parloom.runtime.sharding import Dims
@@ -92,7 +93,8 @@ class StepNode:
     | GATHER | all_gather | step | weights of whose stored part each rank updated a chunk |
 
     A gradient runs through its REDUCE nodes in order. Collectives leave in buckets of about
-    `bucket_bytes`; with `unit`, all at once when the unit's backward pass is over.
+    `bucket_bytes`; with `unit`, all at once when the unit's backward pass is over. With `dtype`
+    they are quantized (`runtime.quantized`).
     """
 
     action: str
@@ -102,6 +104,12 @@ class StepNode:
     when: str = "step"
     unit: str | None = None
     bucket_bytes: int = 0
+    dtype: str = ""
+
+    @property
+    def align(self) -> int:
+        """Where tensors begin in what travels: at multiples of so many elements."""
+        return BLOCK if self.dtype else 1
 
 
 @dataclass(frozen=True, slots=True)

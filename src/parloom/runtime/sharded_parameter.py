@@ -1,5 +1,6 @@
 """What one rank holds of one parameter."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +24,8 @@ class ShardedParameter:
     of the home shard the one with this `index`. `stored` is the same chunk in the compute dtype:
     `owned` itself, or what it is copied to after each step. It lies in `kept`, the weight as it is
     stored: a larger chunk, or whole. `weight` is the whole home shard and an autograd leaf, unless
-    the weight is stored in chunks. `collected` is where the chunk of a gradient adds up.
+    the weight is stored in chunks. `collected` is where the chunk of a gradient adds up. `told` is
+    given every home-shard gradient as it sets out to be reduced.
     """
 
     spec: ParameterSpec
@@ -36,6 +38,12 @@ class ShardedParameter:
     weight: Tensor | None
     has_master: bool
     collected: Tensor | None = None
+    told: Callable[[Tensor], None] | None = None
+
+    def tell(self, gradient: Tensor | None) -> None:
+        """Give a gradient that sets out to whoever wants to see it."""
+        if self.told is not None and gradient is not None:
+            self.told(gradient)
 
     @property
     def name(self) -> str:

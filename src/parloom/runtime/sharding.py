@@ -128,6 +128,13 @@ class Box:
             for start, size in zip(self.local_offsets, self.sizes, strict=True)
         )
 
+    @property
+    def whole(self) -> tuple[slice, ...]:
+        """Index of the box in the full tensor."""
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True)
+        )
+
 
 def boxes(
     dims: Dims,

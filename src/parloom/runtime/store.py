@@ -339,7 +339,7 @@ def _units(
     for node in program.nodes("GATHER", "forward and backward"):
         if size(node.axes) > 1:
             members = [chunked.pop(name) for name in node.parameters]
-            flats.setdefault(node.unit or "", []).append(Flat(members, found, comm, pool))
+            flats.setdefault(node.unit or "", []).append(Flat(node, members, found, comm, pool))
     if chunked:
         raise VerifyError(f"no GATHER node makes {next(iter(chunked))} whole, stored in chunks")
     return [Unit(unit, index, members) for index, (unit, members) in enumerate(flats.items())]

@@ -16,7 +16,8 @@ from torch import Tensor
 from parloom.runtime.chunked import ChunkedReduction, Path, Traffic
 from parloom.runtime.chunks import Pool, layout
 from parloom.runtime.comm import Comm
-from parloom.runtime.program import ParameterSpec
+from parloom.runtime.program import ParameterSpec, StepNode
+from parloom.runtime.quantized import over
 from parloom.runtime.saved import Saved
 from parloom.runtime.sharded_parameter import ShardedParameter, hold, section
 from parloom.runtime.sharding import local_shape
@@ -24,21 +25,23 @@ from parloom.runtime.work import Work
 
 
 class Flat:
-    """Chunked parameters of one unit with equal storage axes and dtype."""
+    """Chunked parameters of one unit with equal storage axes and dtype, which `node` gathers."""
 
     def __init__(
         self,
+        node: StepNode,
         specs: list[ParameterSpec],
         source: Callable[[ParameterSpec], Tensor],
         comm: Comm,
         pool: Pool,
     ) -> None:
-        self.group = comm.weights.group(specs[0].storage.weight)
+        self.group = over(comm.weights.group(specs[0].storage.weight), node.dtype)
         self.dtype: torch.dtype = getattr(torch, specs[0].dtype)
-        self.sections, self.total = layout(
+        chunks = (
             section(spec, local_shape(spec.dims), comm.mesh, comm.rank, (), spec.storage.weight)
             for spec in specs
         )
+        self.sections, self.total = layout(chunks, node.align)
         self.shard = torch.zeros(self.total, dtype=self.dtype, device=pool.device)
         self.helds = [
             hold(

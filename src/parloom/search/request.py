@@ -54,7 +54,7 @@ class Request:
     plan leaves some of them idle; `sizes` are numbers of devices that the objective `cost` looks
     at, all of which there are parts where it is empty. `takes` are other ways to compute values, of
     which `auto` may use any. Where `batch_semantics` are by microbatch, `graph` is the program of
-    one microbatch.
+    one microbatch. With `quantizes` gradients and weights may travel quantized.
     """
 
     graph: Graph
@@ -72,6 +72,7 @@ class Request:
     objective: Objective = Objective.TIME
     sizes: tuple[int, ...] = ()
     takes: tuple[Take, ...] = ()
+    quantizes: bool = False
 
     @property
     def cluster(self) -> Cluster:

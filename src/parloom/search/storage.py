@@ -6,19 +6,22 @@ may travel with it is split and stored as it is.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from parloom.cost.quantized import Quantized
 from parloom.cost.tasks import LONGEST_S, Links, picoseconds
 from parloom.cost.walk import Walker
+from parloom.cost.works import Exchange
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
-from parloom.ir.step_program import bucket_bytes
+from parloom.ir.step_program import bucket_bytes, quantized
+from parloom.quantization import in_blocks
 from parloom.search.choices import subsets
 from parloom.search.pinned import allows_stored
 from parloom.search.pins import Pin
@@ -143,14 +146,28 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
 
 class Messages:
     """What messages of weights cost on one mesh; without `latency`, those of block calls that
-    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them.
+    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them:
+    of those that are quantized where a `width` of elements is given.
     """
 
-    def __init__(self, walker: Walker, latency: bool) -> None:
+    def __init__(self, walker: Walker, latency: bool, width: int = 0) -> None:
+        self.width = width
         self.walker, self.mesh, self.latency = walker, walker.mesh, latency
-        self.rates: dict[tuple[str, Axes, int], float] = {}
+        self.rates: dict[tuple[str, Axes, int, int], float] = {}
         self.links = Links(walker.cluster)
-        self.busy: dict[tuple[str, Axes], NDArray[np.float64]] = {}
+        self.busy: dict[tuple[str, Axes, int], NDArray[np.float64]] = {}
+        self.quantized = Quantized(walker.exchange, walker.kernels, self.mesh)
+
+    def exchange(self, kind: str, axes: Axes, size: int, width: int) -> Exchange:
+        """A collective on `size` bytes, or where a `width` is given on so many of elements that
+        wide which it sends quantized, the work of that included.
+        """
+        if not width:
+            return self.walker.exchange(kind, axes, size)
+        sent = kind, axes, in_blocks(max(1, size // width)), width
+        found, coding = self.quantized.exchange(*sent), self.quantized.coding(*sent)
+        work_s = coding.encode_s + coding.decode_s
+        return replace(found, seconds=found.seconds + work_s, latency_s=found.latency_s + work_s)
 
     def least_ps(self, axes: Axes) -> int:
         """What a collective over `axes` takes at least."""
@@ -161,14 +178,14 @@ class Messages:
         `level`: gathered twice, and if it `reduces`, gradients scattered.
         """
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        gathered = self.least_ps(level.weight)
+        gathered = picoseconds(self.exchange("all_gather", level.weight, 1, self.width).seconds)
         found[AGAIN] = gathered
         found[ALONE] = gathered // units
         found[GATHERED] = gathered - found[ALONE]
         scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
         for part, axes in scattered if reduces else ():
             if axes:
-                sent = picoseconds(self.walker.exchange("reduce_scatter", axes, 1).seconds)
+                sent = picoseconds(self.exchange("reduce_scatter", axes, 1, self.width).seconds)
                 found[AFTER] += sent // units
                 found[part] = sent - sent // units
         return found
@@ -181,9 +198,11 @@ class Messages:
         axes: Axes,
         num_bytes: int,
         unit: int = 0,
+        width: int = 0,
     ) -> int:
         """Picoseconds of a weight's share of a message: of the `unit` elements that travel with it,
-        or where that is 0, of a bucket. Adds to `found` how long links are busy.
+        or where that is 0, of a bucket; `width` as in `exchange`. Adds to `found` how long links
+        are busy.
         """
         if self.mesh.size(axes) < 2:
             return 0
@@ -191,27 +210,27 @@ class Messages:
             alone = not (unit or weight.trained_elements) and weight.spec.num_elements
             return picoseconds(self.walker.exchange(kind, axes, 0).seconds) if alone else 0
         if weight.reached:
-            found[[NEAR, FAR]] += (self._busy(kind, axes) * num_bytes).astype(np.int64)
+            found[[NEAR, FAR]] += (self._busy(kind, axes, width) * num_bytes).astype(np.int64)
         message = _together(weight, num_bytes, unit or weight.trained_elements)
         if not unit:
             message = min(message, max(num_bytes, bucket_bytes(message)))
-        key = kind, axes, message
+        key = kind, axes, message, width
         if key not in self.rates:
-            seconds = self.walker.exchange(kind, axes, message).seconds
+            seconds = self.exchange(kind, axes, message, width).seconds
             if unit and not self.latency and kind != "all_reduce":
-                seconds -= self.walker.exchange(kind, axes, 1).seconds
+                seconds -= self.exchange(kind, axes, 1, width).seconds
             self.rates[key] = max(0.0, seconds) / message
         return picoseconds(self.rates[key] * num_bytes)
 
-    def _busy(self, kind: str, axes: Axes) -> NDArray[np.float64]:
+    def _busy(self, kind: str, axes: Axes, width: int) -> NDArray[np.float64]:
         """Picoseconds that links are busy for a byte, at least."""
-        if (kind, axes) not in self.busy:
-            exchanges = {size: self.walker.exchange(kind, axes, size) for size in SIZES}
+        if (kind, axes, width) not in self.busy:
+            exchanges = {size: self.exchange(kind, axes, size, width) for size in SIZES}
             # Over a slow link, the largest messages would take longer than can be counted.
             known = [s for s, e in exchanges.items() if e.seconds <= LONGEST_S] or SIZES[:1]
             rates = [np.array(busy_ps(exchanges[s], self.links)) / s for s in known]
-            self.busy[kind, axes] = np.min(rates, axis=0)
-        return self.busy[kind, axes]
+            self.busy[kind, axes, width] = np.min(rates, axis=0)
+        return self.busy[kind, axes, width]
 
 
 class StoragePrices:
@@ -224,8 +243,8 @@ class StoragePrices:
         self, walker: Walker, decisions: Decisions, optimizer: Optimizer, *, latency: bool = True
     ) -> None:
         self.walker, self.mesh = walker, walker.mesh
-        self.messages = Messages(walker, latency)
         self.decisions, self.optimizer = decisions, optimizer
+        self.messages = Messages(walker, latency, self.quantizes("float32"))
         # Adam's denominators of all weights at once (`cost.parameters`).
         fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
         self.denominators = optimizer.num_states > 1 and not fused
@@ -282,9 +301,8 @@ class StoragePrices:
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            gathered = self.messages.share(
-                found, weight, "all_gather", level.weight, whole * width, unit
-            )
+            sent = whole * width, unit, self.quantizes(weight.spec.dtype)
+            gathered = self.messages.share(found, weight, "all_gather", level.weight, *sent)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
             found[STORED] += _pooled(weight, level, whole * width, whole * gradient)
             if weight.block:
@@ -310,6 +328,10 @@ class StoragePrices:
         # Denominators go before chunks are gathered.
         found[UPDATING] += owned * (master if self.denominators else width if apart else 0)
         return found
+
+    def quantizes(self, dtype: str) -> int:
+        """The bytes of an element of `dtype` where what travels of it is quantized, else 0."""
+        return DTYPE_BYTES[dtype] if quantized(self.decisions, dtype) else 0
 
     def _collect(
         self,
@@ -341,6 +363,9 @@ class StoragePrices:
         each = tuple(a for a in level.gradient if a in partial)
         once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
         rest = tuple(a for a in partial if a not in level.optimizer)
+        path = [axes for axes in (each, once, rest) if self.mesh.size(axes) > 1]
+        dtype = self.decisions.reduce_dtype or weight.spec.dtype
+        width = self.quantizes(dtype) if len(path) == 1 else 0
         # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
         early = CHUNKED if weight.block or not level.weight else ALONE
         for part, kind, axes, left in (
@@ -350,7 +375,7 @@ class StoragePrices:
         ):
             if kind == "reduce_scatter":
                 left *= self.mesh.size(axes)
-            sent = self.messages.share(found, weight, kind, axes, left, unit)
+            sent = self.messages.share(found, weight, kind, axes, left, unit, width)
             if part == ALONE:
                 found[ALONE] += sent
                 continue

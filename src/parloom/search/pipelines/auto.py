@@ -19,6 +19,7 @@ from parloom.errors import InputError
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions, Status
 from parloom.ir.stages import stage_items
+from parloom.quantization import INT8
 from parloom.rewrite.rewrites import takes_of
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
@@ -53,7 +54,9 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 
 
 def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Searched:
-    """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all."""
+    """Plans of one stage, with modules as blocks, too, and pipelines; those of one stage once more
+    with quantized communication, where that is allowed; bounds are of all.
+    """
     if not request.pinned.allows_stages(1):
         return pipelines_alone(request, base, say)
     answers: list[Searched] = []
@@ -66,6 +69,12 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
     plain = search_with_blocks(request, base, say, pipelines)
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
+    several = request.cluster.num_devices > 1
+    if request.quantizes and several and plain.status is not Status.INTERRUPTED:
+        say(f"searching with gradients and weights in {INT8}")
+        own = replace(request, budget=plain.work_left)
+        sent = replace(base, communication_dtype=INT8)
+        answers.append(search_with_blocks(own, sent, say))
     return reduce(Searched.beside, answers, plain)
 
 
