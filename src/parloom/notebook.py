@@ -66,6 +66,9 @@ def show_sharding(what: str | Tensor, plan: Plan, model: nn.Module | None = None
 
 
 def _name(tensor: Tensor, model: nn.Module | None) -> str:
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise InputError(f"show_sharding: give a name or a tensor of the model, no {kind}")
     if model is None:
         raise InputError("show_sharding: which tensor of the plan this is, `model` says; or a name")
     named = (*model.named_parameters(), *model.named_buffers())

@@ -9,6 +9,8 @@ from playwright.sync_api import Browser
 
 from parloom.comparators.baselines import data_parallel
 from parloom.notebook import Report
+from parloom.report.page.html import page
+from parloom.report.page.parts import in_parts
 from tests.unit.pages import CLUSTER, document_of, side_of
 from tests.web.conftest import GRAPH
 from tests.web.driven import CHROMIUM, Seen
@@ -59,6 +61,33 @@ def test_rewrites_say_what_they_save_or_why_they_stay(browser: Browser, folder: 
     assert "null" not in (section.text_content() or "")
     assert seen.faults == []
     assert seen.serious() == []
+    seen.page.close()
+
+
+def test_thousands_of_operators_open_at_once(browser: Browser, tmp_path: Path) -> None:
+    """In parts; an operator that is selected is shown in its own."""
+    document = document_of(side_of(GRAPH, next(data_parallel(GRAPH, CLUSTER))))
+    plan = document["plans"][0]
+    main = plan["graph"]["functions"][0]
+    nodes = [dict(main["nodes"][0], key=f":add#{i}", module=f"layers.{i}") for i in range(3000)]
+    edges = [[i, j] for i in range(3000) for j in (i + 1, i + 3) if j < 3000]
+    plan["graph"]["functions"] = in_parts(main | {"nodes": nodes, "edges": edges})
+    plan["cards"]["main|:add#900"] = next(iter(plan["cards"].values()))
+    path = tmp_path / "large.html"
+    path.write_text(page(document), encoding="utf-8")
+    seen = Seen(browser, path)
+    assert seen.opened_s < 60  # in one piece it takes minutes
+    section = seen.page.locator("section#model")
+    left = sum(len(own["nodes"]) for own in plan["graph"]["functions"]) - 1000
+    assert f"{left} others take less" in (section.locator("caption").first.text_content() or "")
+    seen.page.evaluate("document.querySelectorAll('details').forEach(own => { own.open = true; })")
+    section.get_by_role("button", name=":add#900", exact=True).click()
+    assert seen.page.locator("aside.card").is_visible()
+    block = section.get_by_label("block")
+    assert block.locator("option").count() == len(plan["graph"]["functions"])
+    shown = plan["graph"]["functions"][int(block.input_value())]
+    assert ":add#900" in [node["key"] for node in shown["nodes"]]
+    assert seen.faults == []
     seen.page.close()
 
 
