@@ -158,7 +158,7 @@ def test_every_parameter_is_in_one_card(document: Document) -> None:
     assert all(card["stored"]["weight"]["bytes"] > 0 for card in cards)
 
 
-@pytest.mark.parametrize("count", [401, 3000, 165_000])
+@pytest.mark.parametrize("count", [401, 3000, 50_000])
 def test_a_large_function_is_drawn_in_parts(count: int) -> None:
     nodes = [
         {"key": f":add#{i}", "module": f"layers.{i // 3}.up" if i % 3 else "", "shape": "f"}
