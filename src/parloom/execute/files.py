@@ -123,8 +123,8 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
                 temporary.unlink()
             raise
     except FileExistsError:
-        file = next(own for own in path.parents if own.exists())
-        raise InputError(f"cannot write {path}: {file} is not a folder; {advice}") from None
+        there = next(own for own in path.parents if own.exists())
+        raise InputError(f"cannot write {path}: {there} is not a folder; {advice}") from None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from None
     return path
