@@ -91,7 +91,7 @@ class Choice:
                     other.prediction.peak_bytes,
                     self.fits(other.prediction),
                 )
-                for other in self.scored
+                for other in self._best_before_equals()
             ),
             bound_s=self.bound_s,
             solver_gap=self.solver_gap,
@@ -100,6 +100,23 @@ class Choice:
             constraints=self.constraints,
             aim=self.aim,
         )
+
+    def _best_before_equals(self) -> list[ScoredPlan]:
+        """All that were scored; of those with the step and the peak of the best it comes first, by
+        which a plan knows itself among its alternatives.
+        """
+        own = self.best.prediction.step_s, self.best.prediction.peak_bytes
+        others = [plan for plan in self.scored if plan is not self.best]
+        if len(others) == len(self.scored):
+            return others
+        equals = (
+            index
+            for index, plan in enumerate(others)
+            if (plan.prediction.step_s, plan.prediction.peak_bytes) == own
+        )
+        place = next(i for i, plan in enumerate(self.scored) if plan is self.best)
+        place = min(place, next(equals, place))
+        return [*others[:place], self.best, *others[place:]]
 
 
 def choose(request: Request, say: Say) -> Choice:

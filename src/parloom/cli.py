@@ -77,6 +77,7 @@ from parloom.errors import (
     NotYetError,
     ParloomError,
     StoppedError,
+    shell_word,
 )
 from parloom.ir.plan import Objective
 from parloom.report.failures import bug_words, lack_words
@@ -163,6 +164,7 @@ def plan(
     asked = captured | searched | {"require_gap": require_gap}
     arguments.check(model, asked | {"inference": inference, "new_tokens": new_tokens})
     in_run, clusters = tokens_of(tokens), arguments.clusters_of(cluster)
+    searched |= {"cluster": clusters[0]} if len(clusters) == 1 else {}
     _quiet(verbose)
     if inference:
         of_training: Asked = {"tokens": tokens, "days": days, "pareto": pareto}
@@ -241,7 +243,7 @@ def verify(
         raise typer.Exit(EqualityError.exit_code)
     if not as_json:
         given = "train.py" if chosen.inference is None else "requests.jsonl answers.jsonl"
-        _print(f"next: parloom run {path} -- {given}")
+        _print(f"next: parloom run {shell_word(path)} -- {given}")
 
 
 @app.command()
@@ -403,7 +405,7 @@ def calibrate(
         f"{path}: {found.fingerprint.processor}: {measured},"
         f" {len(found.collectives)} collectives; repetitions differ by {found.error:.0%}"
     )
-    _print(f"next: parloom plan MODEL --cluster C --calibration {path}")
+    _print(f"next: parloom plan MODEL --cluster C --calibration {shell_word(path)}")
 
 
 @app.command()
@@ -418,7 +420,10 @@ def report(
     """Write plans, beside each other where there are several, as one page to look at."""
     _quiet(verbose)
     from parloom import api
+    from parloom.execute.files import check_file
 
+    if not as_json:
+        check_file(out, "choose another file with --out")
     document = api.report(path, run=run_log, calibration=calibration, progress=_say)
     if as_json:
         show_json(document)

@@ -9,7 +9,7 @@ import typer
 from parloom.cli_options import AsJson, Verbose
 from parloom.cli_output import result, say
 from parloom.cost.clusters import resolve_cluster
-from parloom.errors import InputError
+from parloom.errors import InputError, shell_word
 from parloom.report.output import show_json
 
 cluster_app = typer.Typer(
@@ -44,7 +44,8 @@ def cluster_init(
     if out.exists():
         raise InputError(f"{out} exists; choose another file with --out")
     path = write_atomic(out, detect.yaml_of(detect.detect()), "choose another file with --out")
-    result(f"{path}: next: parloom cluster check {path}, parloom plan MODEL --cluster {path}")
+    word = shell_word(path)
+    result(f"{path}: next: parloom cluster check {word}, parloom plan MODEL --cluster {word}")
 
 
 @cluster_app.command("show")

@@ -22,7 +22,7 @@ from parloom.cli_options import (
 )
 from parloom.cli_output import quiet, result, say
 from parloom.cost import units
-from parloom.errors import InputError
+from parloom.errors import InputError, shell_word
 from parloom.ir.plan import Objective, Plan
 from parloom.report.output import show_json
 
@@ -82,7 +82,7 @@ def plan_front(
     else:
         result(front_screen(shown))
         result(f"\nsaved\n  {paths['plan']}\n  {paths['source']}\n  {kept}")
-        result(f"\nnext: parloom verify {paths['plan']}")
+        result(f"\nnext: parloom verify {shell_word(paths['plan'])}")
     if shown.interrupted:
         raise typer.Exit(130)
     api.check_gap(plan, gap)

@@ -5,6 +5,8 @@ why, and what to try next. Anything that is not a `ParloomError` is a bug and ex
 """
 
 import difflib
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from unicodedata import category
@@ -150,6 +152,14 @@ class CutError(LayoutError):
 
 MOST_NAMES = 100
 """Names that a message lists at most."""
+
+
+def shell_word(text: object) -> str:
+    """A path or a name in a command that is printed to be typed: in quotes where a shell would read
+    it otherwise. A number sign inside of a word is none of a comment.
+    """
+    word = str(text)
+    return word if re.fullmatch(r"[\w@%+=:,./-][\w@%+=:,./#-]*", word) else shlex.quote(word)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

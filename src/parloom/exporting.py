@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from parloom.errors import InexpressibleError, InputError, nearest
+from parloom.errors import InexpressibleError, InputError, nearest, shell_word
 from parloom.execute.files import read_plan, write_atomic
 from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
@@ -49,8 +49,9 @@ def export(
     cannot be told all.
     """
     if to not in TARGETS:
-        known = ", ".join(TARGETS)
-        raise InputError(f"--to: no target {to!r}{nearest(to, TARGETS)}; there are {known}")
+        near, known = nearest(to, TARGETS), ", ".join(TARGETS)
+        there = "" if near.endswith(known) else f"; there are {known}"
+        raise InputError(f"--to: no target {to!r}{near}{there}")
     file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     plan = read_plan(file)
     document: dict[str, Any] = {"to": to, "plan_hash": plan_hash(plan)}
@@ -79,7 +80,7 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     plan = f"plan {document['plan_hash']}"
     if "nodes" in document:
         ranks = f"{document['nodes']} x {document['processes_a_node']} ranks"
-        start = STARTS[document["to"]].format(document["file"])
+        start = STARTS[document["to"]].format(shell_word(document["file"]))
         return [f"{document['file']}: {ranks} of {plan}", f"next: {start}"]
     if document["to"] in ORDERS:
         return [f"{document['file']}: where the ranks of {plan} are"]

@@ -65,7 +65,10 @@ def show_sharding(what: str | Tensor, plan: Plan, model: nn.Module | None = None
     return Sharding(drawings(case_of(plan), what if isinstance(what, str) else _name(what, model)))
 
 
-def _name(tensor: Tensor, model: nn.Module | None) -> str:
+def _name(tensor: object, model: nn.Module | None) -> str:
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise InputError(f"show_sharding: give a name or a tensor of the model, no {kind}")
     if model is None:
         raise InputError("show_sharding: which tensor of the plan this is, `model` says; or a name")
     named = (*model.named_parameters(), *model.named_buffers())

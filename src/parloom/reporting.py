@@ -24,6 +24,7 @@ from parloom.report.page.sides import Side
 
 # Rules of thumb that every plan is compared with.
 OTHERS = ("data_parallel", "fsdp", "megatron")
+ELSEWHERE = "choose another file with --out"
 Known = dict[tuple[object, ...], Case | PipelineCase | None]
 """Plans to compare with, by the question that they answer; None where there is none."""
 
@@ -75,7 +76,7 @@ def _names(paths: Sequence[str | Path | Plan]) -> Iterator[str]:
 
 def write_page(document: dict[str, Any], out: Path) -> Path:
     """The page of a report: one HTML file that needs no network."""
-    return write_atomic(out, page(document))
+    return write_atomic(out, page(document), ELSEWHERE)
 
 
 def _side(
@@ -86,6 +87,7 @@ def _side(
     known: Known,
     say: Say,
 ) -> Side:
+    observed = _observed(plan, Path(run)) if run is not None else None
     machine = machine_of(plan, calibration)
     play = partial(machine.simulate, optimizer=plan.optimizer)
     others = {
@@ -93,7 +95,6 @@ def _side(
         for method in OTHERS
         if method != plan.method and (other := _other(plan, method, calibration, known, say))
     }
-    observed = _observed(plan, Path(run)) if run is not None else None
     return Side(path, case_of(plan, calibration), play, others, observed)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from parloom.cost.cluster_file import MAX_DEVICES
 from parloom.cost.clusters import resolve_cluster, short_name
 from parloom.cost.money import Work, parse_prices, work_of
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, one_line
@@ -45,6 +46,8 @@ def sizes_of(spec: str, up_to: int | None) -> list[Size]:
             f"--up-to {up_to}: only nodes x devices x device can grow, not {cluster.name}; give the"
             " largest cluster, and leave --up-to out for its parts"
         )
+    if up_to > MAX_DEVICES:
+        raise InputError(f"--up-to {up_to}: at most {MAX_DEVICES} devices can be planned for")
     if up_to < 2 * count:
         raise InputError(f"--up-to {up_to}: {spec} has {count} devices; give {2 * count} or more")
     found, nodes = [], int(given[1] or 1)

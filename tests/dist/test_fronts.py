@@ -234,6 +234,7 @@ def test_scaling_curves(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "words"),
     [
         (["--cluster", "1x8xA100", "--up-to", "8"], "give 16 or more"),
+        (["--cluster", "1x8xA100", "--up-to", "99999999"], "at most 1048576 devices"),
         (["--cluster", SMALL, "--up-to", "8"], "only nodes x devices x device can grow"),
         (["--cluster", "1x2xA100", "--price", "1"], "has no unit"),
     ],

@@ -108,6 +108,8 @@ def test_a_function_that_can_be_imported_is_named() -> None:
         ((lambda: made(), None), "cannot import: call it"),
         ((3, None), "the model is a int"),
         ((made()[0], 8), "a dict of tensors, its keyword arguments; got 8"),
+        ((made()[0], torch.ones(999)), "its keyword arguments; got Tensor"),
+        ((type(made()[0]), made()[1]), "the model is the class"),
         ((made()[0], {"x": [1, 2]}), "batch\\['x'\\] is a list"),
         (("zoo:mlp", made()[1]), "go with a module"),
     ],

@@ -23,7 +23,7 @@ from parloom.api import check_asked
 from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
-from parloom.execute.files import check_folder, read_plan, write_atomic
+from parloom.execute.files import check_file, check_folder, read_plan, write_atomic
 from parloom.ir.plan import Alternative, Constraint, Plan, Status
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
@@ -644,6 +644,40 @@ def test_write_atomic_puts_no_file_in_place_of_a_device(tmp_path: Path) -> None:
     with pytest.raises(errors.InputError, match=r"pipe: it is no regular file"):
         write_atomic(pipe, "text")
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    ("there", "kind"),
+    [('{\n  "format": "parloom.plan",\n', "a plan"), ('{"plan_hash": "12", ', "the log of a run")],
+)
+def test_an_answer_never_takes_the_place_of_what_it_is_about(
+    tmp_path: Path, there: str, kind: str
+) -> None:
+    path = tmp_path / "file.json"
+    path.write_text(there, encoding="utf-8")
+    for write in (lambda: write_atomic(path, "<!doctype html>"), lambda: check_file(path)):
+        with pytest.raises(errors.InputError, match=f"file.json: {kind} is there, which would be"):
+            write()
+    assert path.read_text(encoding="utf-8") == there
+    write_atomic(path, f"{there} newer")  # of one kind
+    write_atomic(tmp_path / "report.html", "old")
+    assert write_atomic(tmp_path / "report.html", "new").read_text(encoding="utf-8") == "new"
+
+
+def test_a_page_has_a_place_before_it_is_made(
+    api: FakeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "parloom.plan"}', encoding="utf-8")
+    (tmp_path / "folder").mkdir()
+    for out, why in (
+        ("plan.json", "a plan is there, which would be lost"),
+        ("folder", "it is a folder"),
+        ("plan.json/page.html", "plan.json is not a folder"),
+    ):
+        assert cli.main(["report", "plan.json", "--out", str(tmp_path / out)]) == 2
+        said = capsys.readouterr().err
+        assert why in said
+        assert "choose another file with --out" in said
 
 
 def test_write_atomic_leaves_nothing_half_written(

@@ -185,6 +185,16 @@ def test_a_damaged_line_has_a_place() -> None:
         load_cluster('{"nam": "lab"}')
 
 
+def test_levels_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """Links are counted by the names of their levels: of one name, two would be one."""
+    two = "  - {name: InfiniBand, size: 2, bandwidth: 50GB/s}\n"
+    loaded = resolve_cluster(write(tmp_path, f"{LAB}{two}{two}"))
+    names = [level.name for level in loaded.cluster.levels]
+    assert names == ["nvlink", "ethernet", "InfiniBand 1", "InfiniBand 2"]
+    known = load_cluster("2x8xH100").levels[1].link
+    assert loaded.cluster.levels[3].link.efficiency == known.efficiency  # by the name that is given
+
+
 def test_file_with_its_own_device(tmp_path: Path) -> None:
     own = """\
 device:

@@ -79,6 +79,14 @@ def test_logs_without_an_observed_step_of_the_plan_are_told(tmp_path: Path) -> N
             last_observed(file, "abc")
 
 
+def test_no_log_is_added_to_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text('{"format": "parloom.plan"}', encoding="utf-8")
+    with pytest.raises(InputError, match="a plan is there, which would be lost"):
+        StepLog(0, [file])
+    assert file.read_text(encoding="utf-8") == '{"format": "parloom.plan"}'
+
+
 def test_rank_0_writes_both_and_others_nothing(tmp_path: Path) -> None:
     console = io.StringIO()
     file = tmp_path / "run" / "log.jsonl"

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shlex
 import struct
 import sys
 import termios
@@ -9,6 +10,7 @@ import termios
 import pytest
 
 from parloom.cli_output import say
+from parloom.errors import shell_word
 from parloom.report.output import message
 
 
@@ -21,6 +23,24 @@ def test_messages_are_as_wide_as_the_terminal_and_hang() -> None:
     assert " ".join(" ".join(shown).split()) == " ".join(text.split())
     path = f"cannot read /{'very/' * 30}long.json: no such file"
     assert f"/{'very/' * 30}long.json:" in message(path, 60)  # to be copied
+
+
+@pytest.mark.parametrize(
+    ("word", "typed"),
+    [
+        ("runs/a-b_1.json", "runs/a-b_1.json"),
+        ("up:linear#0", "up:linear#0"),
+        ("weiß.0", "weiß.0"),
+        ("my runs/plan.json", "'my runs/plan.json'"),
+        ("<b>up</b>:linear#0", "'<b>up</b>:linear#0'"),
+        ("a'b", "'a'\"'\"'b'"),
+        ("#0", "'#0'"),
+        ("$HOME;x", "'$HOME;x'"),
+    ],
+)
+def test_words_of_commands_are_typed_as_they_are_printed(word: str, typed: str) -> None:
+    assert shell_word(word) == typed
+    assert shlex.split(typed) == [word]
 
 
 def test_messages_for_no_terminal_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -322,6 +322,25 @@ def test_chart_places() -> None:
     assert chart([], x, y).plain == ""
 
 
+def test_what_costs_nothing_is_on_the_chart() -> None:
+    """A price of zero is on no logarithmic axis."""
+    x, y = Axis("days", "{:g}".format), Axis("dollars", "{:g}".format)
+    free = chart([Mark(1.0, 0.0, "a"), Mark(4.0, 8.0, "b")], x, y).plain.split("\n")
+    assert free[0] == "dollars (logarithmic: days)"
+    rows_ = [line.split("│")[1] for line in free if "│" in line]
+    assert rows_[-1].startswith("a")
+    assert rows_[0].endswith("b")
+    assert "a" in chart([Mark(1.0, 0.0, "a")], x, y).plain
+    assert chart([Mark(0.0, 0.0, "a")], x, y).plain.startswith(
+        "dollars (logarithmic: neither axis)"
+    )
+    rows = (row("1xA", 1, 2.0, 0.0), row("2xA", 2, 1.0, 3.6))
+    shown = "\n".join(lines(front_screen(replace(FRONT, rows=rows, best=rows[0])), 100))
+    assert "a to b are the front" in shown
+    drawn = shown[shown.index("(logarithmic: days)") :]
+    assert {"a", "b"} <= {line.split("│")[-1].strip() for line in drawn.split("\n")}
+
+
 def point(count: int, step_s: float, weak: bool = False) -> Point:
     work = Work("token", 1000 * (count if weak else 1))
     found = Priced("auto", step_s, 1 << 30, 0.4, count * step_s * 2.1 / 3600)

@@ -9,19 +9,25 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from parloom.choose import Choice
 from parloom.comparators.baselines import fsdp, megatron
 from parloom.cost.timeline import Slice
 from parloom.cost.utilization import model_flops
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, NodeDecision
+from parloom.ir.plan import Decisions, NodeDecision, Prediction
+from parloom.report.output import rendered
 from parloom.report.page.document import Document
 from parloom.report.page.html import ASSETS, page
 from parloom.report.page.network import _neighbors, _shifted
+from parloom.report.page.parts import MOST_NODES, in_parts
 from parloom.report.page.steps import _fewer
+from parloom.report.terminal import _alternatives
+from parloom.search.request import ScoredPlan
 from tests.unit.explained import case_of
 from tests.unit.graphs import stack
 from tests.unit.pages import CLUSTER, document_of, side_of
@@ -81,6 +87,35 @@ def test_times_add_up(document: Document) -> None:
                 assert max(name, kind) < len(plan["steps"]["words"])
 
 
+def test_large_tensors_of_the_peak_are_there(document: Document) -> None:
+    """No more of a component than is held then: gradients are not there in forward passes."""
+    for plan in (
+        *document["plans"],
+        *document_of(side_of(GRAPH, next(fsdp(GRAPH, CLUSTER))))["plans"],
+    ):
+        for process in plan["memory"]["processes"]:
+            assert process["largest"]
+            for held in process["largest"]:
+                assert 0 < held["bytes"] <= process["at_peak"][held["component"]]
+
+
+def test_one_alternative_is_the_plan() -> None:
+    """Of those with its step and its peak the first, which the choice puts there."""
+    side = side_of(GRAPH, tensor_parallel())
+    found = Prediction(1.0, 8)
+    scored = [
+        ScoredPlan(side.plan.decisions, replace(found, step_s=step_s), "auto", name)
+        for name, step_s in (("auto (x=2)", 1.0), ("other", 2.0), ("auto (x=4)", 1.0))
+    ]
+    for best in scored:
+        chosen = Choice(best, tuple(scored), lambda _: True).recorded(side.plan)
+        assert chosen.name == best.name
+        assert sorted(other.name for other in chosen.alternatives) == sorted(s.name for s in scored)
+        text = rendered(_alternatives(chosen), 100)
+        (row,) = [line for line in text.split("\n") if "this plan" in line]
+        assert best.name in row
+
+
 def test_every_operator_has_a_card(document: Document) -> None:
     (plan,) = document["plans"]
     wanted = {
@@ -121,6 +156,39 @@ def test_every_parameter_is_in_one_card(document: Document) -> None:
     assert names == sorted(entry.target for entry in GRAPH.of_kind("parameter"))
     assert len(cards) < len(names)  # those of one block kind are together
     assert all(card["stored"]["weight"]["bytes"] > 0 for card in cards)
+
+
+@pytest.mark.parametrize("count", [401, 3000, 50_000])
+def test_a_large_function_is_drawn_in_parts(count: int) -> None:
+    nodes = [
+        {"key": f":add#{i}", "module": f"layers.{i // 3}.up" if i % 3 else "", "shape": "f"}
+        | {"own_s": 2.0, "moving_s": 1.0, "share": 0.5}
+        for i in range(count)
+    ]
+    edges = [[i, j] for i in range(count) for j in (i + 1, i + 7) if j < count]
+    whole = {"name": "main", "place": "main", "calls": 1, "nodes": nodes, "edges": edges}
+    drawn = {own["name"]: own for own in in_parts(whole)}
+    assert next(iter(drawn)) == "main"
+    assert all(len(own["nodes"]) <= MOST_NODES for own in drawn.values())
+    assert {own["place"] for own in drawn.values()} == {"main"}
+
+    def inside(name: str) -> list[dict[str, Any]]:
+        """All operators of a function, in order."""
+        parts = (
+            [n] if "function" not in n else inside(n["function"]) for n in drawn[name]["nodes"]
+        )
+        return [node for part in parts for node in part]
+
+    assert inside("main") == nodes
+    for own in drawn.values():
+        for node in own["nodes"]:
+            if "function" in node:
+                assert node["own_s"] == 2.0 * len(inside(node["function"]))
+        assert all(source < target < len(own["nodes"]) for source, target in own["edges"])
+    inner = sum(len(own["edges"]) for own in drawn.values())
+    assert 0 < inner <= len(edges)
+    small = whole | {"nodes": nodes[:400], "edges": []}
+    assert in_parts(small) == [small]
 
 
 def test_edges_go_to_nodes_of_their_block(document: Document) -> None:

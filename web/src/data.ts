@@ -36,6 +36,8 @@ export interface GraphNode {
 
 export interface GraphFunction {
   name: string;
+  /** Of its operators; of a part of a large function that of the whole. */
+  place: string;
   calls: number;
   first: string;
   nodes: GraphNode[];
@@ -266,6 +268,8 @@ export type Rewrite = Saved & {
 export interface Plan {
   path: string;
   is_file: boolean;
+  /** The path as a shell takes it. */
+  word: string;
   title: string;
   model: string;
   summary: Summary;

@@ -5,9 +5,22 @@ const COUNTS: [number, string][] = [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9,
 /** Between a number and its unit: no line ends there. */
 const GAP = "\u00a0";
 
+/** As Python rounds: a number that is exactly between two goes to the even one. */
+function fixed(value: number, places: number): string {
+  const halves = value * 2 ** (places + 1);
+  const shift = 10 ** places;
+  if (!Number.isInteger(halves) || halves % 2 === 0) return value.toFixed(places);
+  const below = Math.floor(value * shift);
+  return ((below % 2 === 0 ? below : below + 1) / shift).toFixed(places);
+}
+
+/** Three significant digits, as the command line has them. */
 export function digits(value: number): string {
   const size = Math.abs(value);
-  return value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2).replace(/\.0+$/, "");
+  if (size === 0 || size >= 100) return fixed(value, 0);
+  if (size < 1e-4) return fixed(value, 3);
+  const text = fixed(value, 2 - Math.floor(Math.log10(size)));
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
 function scaled(value: number, units: [number, string][], last: string): string {
@@ -20,7 +33,7 @@ function scaled(value: number, units: [number, string][], last: string): string 
 /** `3.21 ms`. */
 export function seconds(value: number): string {
   if (value === 0) return `0${GAP}s`;
-  return Math.abs(value) < 1e-9 ? `${digits(value * 1e12)}${GAP}ps` : scaled(value, TIMES, "s");
+  return Math.abs(value) < 1e-9 ? `${digits(value / 1e-9)}${GAP}ns` : scaled(value, TIMES, "s");
 }
 
 export function picoseconds(value: number): string {
@@ -29,11 +42,17 @@ export function picoseconds(value: number): string {
 
 /** `3.21 GiB`. */
 export function bytes(value: number): string {
-  return scaled(value, SIZES, "B");
+  return Math.abs(value) < 1024 ? `${fixed(value, 0)}${GAP}B` : scaled(value, SIZES, "B");
 }
 
+/** `41.2k`, `3.1M`. */
 export function count(value: number): string {
-  return scaled(value, COUNTS, "").trim();
+  return amount(value, "").replace(GAP, "");
+}
+
+/** `41.2 TFLOP`. */
+export function amount(value: number, unit: string): string {
+  return scaled(value, COUNTS.map(([size, prefix]): [number, string] => [size, `${prefix}${unit}`]), unit);
 }
 
 /** `8,910`: whole numbers without a prefix, as far as they are read easily. */
@@ -62,7 +81,7 @@ export function rate(value: number): string {
 }
 
 export function percent(value: number): string {
-  return `${(100 * value).toFixed(1)}%`;
+  return `${fixed(100 * value, 1)}%`;
 }
 
 /** `+3.2 ms`, `-80 us`. */
@@ -70,10 +89,11 @@ export function signed(text: (value: number) => string, value: number): string {
   return `${value < 0 ? "-" : "+"}${text(Math.abs(value))}`;
 }
 
+/** `$1,234,567`, `$12.30`, `$0.00123`: to the cent, or three significant digits of less. */
 export function dollars(value: number): string {
-  if (value >= 1) return `$${value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
-  const short = Number(value.toPrecision(3));
-  return value && value < 1e-8 ? `$${short.toExponential()}` : `$${short.toLocaleString("en-US", { maximumFractionDigits: 10 })}`;
+  if (value >= 1000) return `$${fixed(value, 0).replace(/\B(?=(\d{3})+$)/g, ",")}`;
+  if (value >= 1 || value === 0) return `$${fixed(value, 2)}`;
+  return `$${fixed(value, 2 - Math.floor(Math.log10(value)))}`;
 }
 
 /** `waiting for gradients all_reduce (NVLink)`. */

@@ -78,11 +78,15 @@ def spec_of(
     """
     if isinstance(model, nn.Module):
         if not isinstance(batch, Mapping):
+            # A tensor would be all of its numbers.
+            got = repr(batch) if isinstance(batch, int | str | None) else type(batch).__name__
             raise InputError(
                 f"batch: {type(model).__name__} is called with a dict of tensors, its keyword"
-                f" arguments; got {batch!r}"
+                f" arguments; got {got}"
             )
         return hold(model, batch, loss, optimizer), None
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise InputError(f"the model is the class {model.__name__}: give one that is built")
     if loss is not None or isinstance(batch, Mapping):
         raise InputError("loss and a batch of tensors go with a module: a function returns its own")
     if isinstance(model, str):

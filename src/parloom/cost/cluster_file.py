@@ -5,7 +5,8 @@ The format: `docs/reference/clusters.md`.
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from math import prod
@@ -84,8 +85,17 @@ def _cluster(
     levels: list[Level] = []
     for section in root.sections("levels"):
         levels += _levels(section, reading, len(levels), known, backend)
-    cluster = Cluster(root.text_or("name", name), device, tuple(levels), backend)
+    cluster = Cluster(root.text_or("name", name), device, tuple(_told_apart(levels)), backend)
     return replace(cluster, host=_host(root, cluster, known))
+
+
+def _told_apart(levels: Sequence[Level]) -> Iterator[Level]:
+    """Levels of one name with a number: links are told apart by the names of their levels."""
+    names, seen = Counter(level.name for level in levels), Counter[str]()
+    for level in levels:
+        seen[level.name] += 1
+        number = f" {seen[level.name]}" if names[level.name] > 1 else ""
+        yield replace(level, name=f"{level.name}{number}")
 
 
 def _mixed(

@@ -24,9 +24,15 @@ from parloom.ir.verify import verify_graph
 ELSEWHERE = "choose another folder with --out"
 BEGINNING = 200  # bytes of a file that say what it is
 MOST_PLAN_BYTES = 64 * MIB  # a program of a thousand layers has two
+# What must not be lost to an answer about it, by words of its beginning.
+KINDS = (
+    (f'"{FORMAT}"'.encode(), "a plan"),
+    (b'"parloom_calibration"', "a calibration"),
+    (b'{"plan_hash"', "the log of a run"),
+)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, advice: str = ELSEWHERE) -> None:
     """Raise `InputError` unless files can be written to `folder`; one that is not there stays so.
 
     Asked before work whose result would have nowhere to go.
@@ -39,10 +45,10 @@ def check_folder(folder: Path) -> None:
             pass
     except (FileExistsError, NotADirectoryError):
         file = next(path for path in (folder, *folder.parents) if path.exists())
-        raise InputError(f"cannot save in {folder}: {file} is not a folder; {ELSEWHERE}") from None
+        raise InputError(f"cannot save in {folder}: {file} is not a folder; {advice}") from None
     except OSError as error:
         why = f"not writable ({error.strerror or error})"
-        raise InputError(f"cannot save in {folder}: {why}; {ELSEWHERE}") from None
+        raise InputError(f"cannot save in {folder}: {why}; {advice}") from None
     finally:
         for path in made:
             with contextlib.suppress(OSError):
@@ -50,10 +56,37 @@ def check_folder(folder: Path) -> None:
 
 
 def check_file(path: Path, advice: str = ELSEWHERE) -> None:
-    """Raise `InputError` unless a file can be written to `path`; what is there stays as it is."""
-    if path.exists() and not path.is_file():  # a rename would put a file in place of a device
+    """Raise `InputError` unless a file that is no plan can be written to `path`; what is there
+    stays as it is.
+    """
+    _check_there(path, b"", advice)
+    check_folder(path.parent, advice)
+
+
+def _check_there(path: Path, data: bytes, advice: str) -> None:
+    """Raise `InputError` where `data` must not take the place of what is at `path`: a folder or a
+    device, which a rename would replace, or a plan or a log that `data` is none of.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; {advice}")
+    if path.exists() and not path.is_file():
         raise InputError(f"cannot write {path}: it is no regular file; {advice}")
-    check_folder(path.parent)
+    kind = _kind_of(_beginning(path))
+    if kind and kind != _kind_of(data[:BEGINNING]):
+        raise InputError(f"cannot write {path}: {kind} is there, which would be lost; {advice}")
+
+
+def _kind_of(beginning: bytes) -> str:
+    return next((kind for mark, kind in KINDS if mark in beginning), "")
+
+
+def _beginning(path: Path) -> bytes:
+    """The first bytes of a file; none of one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(BEGINNING)
+    except OSError:
+        return b""
 
 
 def default_folder(model: str, cluster: str, plan: Plan) -> Path:
@@ -74,8 +107,7 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
     Makes the folder when it is missing. Raises `InputError` with `advice` where the system refuses.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
-    if path.exists() and not path.is_file():  # a rename would put a file in place of a device
-        raise InputError(f"cannot write {path}: it is no regular file; {advice}")
+    _check_there(path, data, advice)
     # In the same folder, because a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -90,6 +122,9 @@ def write_atomic(path: Path, content: str | bytes, advice: str = ELSEWHERE) -> P
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+    except FileExistsError:
+        there = next(own for own in path.parents if own.exists())
+        raise InputError(f"cannot write {path}: {there} is not a folder; {advice}") from None
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}; {advice}") from None
     return path
@@ -99,11 +134,7 @@ def is_plan(path: Path) -> bool:
     """Whether it is a plan's folder, or a file that says that it is a plan."""
     if path.is_dir():
         return (path / "plan.json").is_file()
-    try:
-        with path.open("rb") as file:
-            return f'"{FORMAT}"'.encode() in file.read(BEGINNING)
-    except OSError:
-        return False
+    return f'"{FORMAT}"'.encode() in _beginning(path)
 
 
 def read_plan(path: Path) -> Plan:

@@ -16,6 +16,7 @@ from parloom.cost.kernels import SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
+from parloom.execute.files import is_plan
 from parloom.execute.loggers import Guarded
 from parloom.ir.plan import Prediction
 from parloom.runtime.loss_scale import BACKOFF_FACTOR
@@ -124,6 +125,8 @@ def last_observed(path: Path, plan_hash: str) -> list[StageTimes]:
                 stages = tuple(fields.pop("stages"))
                 of_stage = StageTimes(stages=stages, **fields, actions=spans)
                 found = [one for one in found if one.step == of_stage.step] + [of_stage]
+        except json.JSONDecodeError:
+            raise InputError(f"{path}, line {number}, is no record of a run: no JSON") from None
         except (ValueError, TypeError) as error:
             raise InputError(f"{path}, line {number}, is no record of a run: {error}") from None
     if plan_hash not in hashes:
@@ -142,8 +145,10 @@ def last_observed(path: Path, plan_hash: str) -> list[StageTimes]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the log {path}: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read the log {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"cannot read the log {path}: it is no text in UTF-8") from None
 
 
 def step_line(record: StepRecord, *, compare: bool = True) -> str:
@@ -275,6 +280,8 @@ class StepLog:
 
 
 def _opened(path: Path) -> IO[str]:
+    if is_plan(path):
+        raise InputError(f"cannot write the log {path}: a plan is there, which would be lost")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8")

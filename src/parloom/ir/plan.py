@@ -450,18 +450,19 @@ class Plan(Shown):
             return None
         return (self.prediction.step_s - self.bound_s) / self.bound_s
 
-    def is_of(self, other: Alternative) -> bool:
-        """Whether a candidate has the step and the peak that are predicted of the plan."""
-        found = self.prediction
-        return found is not None and (found.step_s, found.peak_bytes) == (
-            other.step_s,
-            other.peak_bytes,
-        )
+    @property
+    def own(self) -> int | None:
+        """Which of the alternatives is the plan: the first of those with its step and its peak."""
+        if self.prediction is None:
+            return None
+        wanted = self.prediction.step_s, self.prediction.peak_bytes
+        found = ((other.step_s, other.peak_bytes) == wanted for other in self.alternatives)
+        return next((index for index, is_own in enumerate(found) if is_own), None)
 
     @property
     def name(self) -> str:
         """As its candidate is called in tables; its method where that is not recorded."""
-        return next((other.name for other in self.alternatives if self.is_of(other)), self.method)
+        return self.method if self.own is None else self.alternatives[self.own].name
 
     def report(self, run: str | None = None) -> Any:
         """The page of `parloom report`, inside a notebook or to be saved; `run` is a run's log."""

@@ -1,4 +1,4 @@
-"""Points in the terminal, on two logarithmic axes."""
+"""Points in the terminal, on logarithmic axes where no number is zero."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,11 @@ def chart(marks: Sequence[Mark], x: Axis, y: Axis) -> Text:
         grid.setdefault((up.place(mark.y, HEIGHT), across.place(mark.x, WIDTH)), mark)
     ends = {HEIGHT - 1: y.written(up.most), 0: y.written(up.least)}
     margin = max(map(len, ends.values()))
-    text = Text(f"{y.title} (both axes are logarithmic)\n")
+    logarithmic = [axis.title for axis, own in ((x, across), (y, up)) if own.is_logarithmic]
+    scales = "both axes are logarithmic"
+    if len(logarithmic) < 2:
+        scales = f"logarithmic: {', '.join(logarithmic) or 'neither axis'}"
+    text = Text(f"{y.title} ({scales})\n")
     for row in range(HEIGHT - 1, -1, -1):
         text.append(f"{ends.get(row, ''):>{margin}} │")
         for column in range(WIDTH):
@@ -53,14 +57,18 @@ def chart(marks: Sequence[Mark], x: Axis, y: Axis) -> Text:
 
 
 class _Scale:
-    """Numbers above zero on a logarithmic axis."""
+    """Numbers on an axis: logarithmic, or from zero on and linear where one of them is zero."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self.least, self.most = min(values), max(values)
-        if self.most < self.least * LEAST_SPAN:
+        self.is_logarithmic = self.least > 0
+        if self.is_logarithmic and self.most < self.least * LEAST_SPAN:
             middle = (self.least * self.most) ** 0.5
             self.least, self.most = middle / LEAST_SPAN**0.5, middle * LEAST_SPAN**0.5
 
     def place(self, value: float, places: int) -> int:
-        share = log(value / self.least) / log(self.most / self.least)
+        if self.is_logarithmic:
+            share = log(value / self.least) / log(self.most / self.least)
+        else:
+            share = value / self.most if self.most else 0.0
         return min(places - 1, max(0, round(share * (places - 1))))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from parloom.cost.money import Work, usd_per_hour, usd_per_step, work_of
-from parloom.cost.units import bytes_up, format_bytes, format_dollars, format_seconds
+from parloom.cost.units import format_bytes, format_dollars, format_seconds
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, HourlyPrice
 from parloom.ir.plan import OF_INFERENCE, Aim, Objective, Plan
@@ -70,7 +70,7 @@ def aim_words(aim: Aim) -> str:
         bound = aim.bound and format_seconds(aim.bound)
         least = f"no plan that is searched takes less than {bound}, however well it overlaps"
     elif aim.objective is Objective.MEMORY:
-        value, what = bytes_up(int(aim.value)), "the least peak that was found"
+        value, what = format_bytes(aim.value), "the least peak that was found"
         bound = aim.bound and format_bytes(aim.bound)
         least = f"each plan of one stage that is searched holds {bound} or more"
     else:

@@ -213,7 +213,7 @@ def _peak(case: Case) -> Document:
         "module": peak.prefix,
         "operator": peak.name,
         "memory": dict(zip(COMPONENTS, peak.held, strict=True)),
-        "largest": largest_tensors([case]),
+        "largest": largest_tensors([case], peak.held),
     }
 
 

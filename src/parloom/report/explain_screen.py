@@ -10,6 +10,7 @@ from rich.text import Text
 
 from parloom.cost.ledger import MAIN, WAITING
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.errors import shell_word
 from parloom.ir.graph import below
 from parloom.report.bars import bars
 from parloom.report.explain import ALIKE, Document
@@ -65,7 +66,8 @@ def plan_explained_screen(
     parts += [Text(""), Text("most expensive", "bold"), _expensive(document["expensive"])]
     parts += notes_lines(document["notes"])
     if document["next"]:
-        parts += [Text(""), Text(f"next: parloom explain {path} {document['next']}", "bold")]
+        name = shell_word(document["next"])
+        parts += [Text(""), Text(f"next: parloom explain {path} {name}", "bold")]
     return Group(*parts)
 
 

@@ -248,7 +248,7 @@ def _chart(front: Front, letters: dict[int, str]) -> Text:
     work, marks = front.work, []
     whole = work.in_run is not None
     for row in sorted(front.rows, key=lambda row: id(row) not in letters):
-        if row.plan is None or not row.plan.usd_per_step:
+        if row.plan is None or row.plan.usd_per_step is None:
             continue
         usd, step_s = row.plan.usd_per_step, row.plan.step_s
         x, y = work.days(step_s), work.usd_of_run(usd)

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.errors import shell_word
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Inference, Objective, Plan, Prediction
@@ -77,7 +78,7 @@ def inference_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) ->
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
     if paths:
         parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
-        parts += [Text(""), Text(f"next: parloom verify {paths['plan']}", style="bold")]
+        parts += [Text(""), Text(f"next: parloom verify {shell_word(paths['plan'])}", style="bold")]
     return Group(*parts)
 
 

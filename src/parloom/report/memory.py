@@ -1,10 +1,11 @@
 """Which tensors fill memory at its peak, and which values calls make again in place of keeping."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from parloom.cost.holdings import holdings
+from parloom.cost.tasks import COMPONENTS
 from parloom.report.case import Case
 from parloom.report.folded import names_text
 
@@ -12,10 +13,12 @@ Document = dict[str, Any]
 LARGEST = 12
 
 
-def largest_tensors(cases: Iterable[Case]) -> list[Document]:
+def largest_tensors(cases: Iterable[Case], at_peak: Sequence[int]) -> list[Document]:
     """What a device that runs these stages stores, and keeps for backward passes of a microbatch:
-    the largest first, tensors of one name together.
+    the largest first, tensors of one name together. `at_peak` are the bytes of each component at
+    the peak: what is more cannot be there, as gradients before backward passes.
     """
+    there = dict(zip(COMPONENTS, at_peak, strict=True))
     counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for case in cases:
         for held in holdings(case.pcg, case.priced):
@@ -23,8 +26,9 @@ def largest_tensors(cases: Iterable[Case]) -> list[Document]:
             sizes[held.component, held.name] += held.num_bytes
     return [
         {"component": component, "name": name, "count": counts[component, name], "bytes": size}
-        for (component, name), size in sizes.most_common(LARGEST)
-    ]
+        for (component, name), size in sizes.most_common()
+        if size <= there[component]
+    ][:LARGEST]
 
 
 def recomputed(case: Case) -> Iterator[Document]:

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_rate, format_seconds
+from parloom.errors import shell_word
 from parloom.ir.pcg import TIME
 from parloom.report.explain import Document
 from parloom.report.explain_name import INPUT, MODULE, PARAMETER
@@ -222,5 +223,5 @@ def _module(document: Document, path: str) -> RenderableType:
         parts += [Text(""), table]
     first = next((row["name"] for row in (*document["operators"], *document["inputs"])), None)
     if first is not None:
-        parts += [Text(""), Text(f"next: parloom explain {path} {first}", "bold")]
+        parts += [Text(""), Text(f"next: parloom explain {path} {shell_word(first)}", "bold")]
     return Group(*parts)

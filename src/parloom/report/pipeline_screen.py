@@ -94,8 +94,10 @@ def _fullest(case: PipelineCase) -> int:
 
 def _largest(case: PipelineCase) -> list[Document]:
     """The largest tensors of the devices that hold most."""
-    own, _ = list(group_lists(case.plan.decisions))[_fullest(case)]
-    return largest_tensors(case.stage(index) for index in own)
+    fullest = _fullest(case)
+    own, _ = list(group_lists(case.plan.decisions))[fullest]
+    at_peak = case.timeline.processes[fullest].memory.at_peak
+    return largest_tensors((case.stage(index) for index in own), at_peak)
 
 
 def _recomputed(case: PipelineCase) -> Iterator[Document]:

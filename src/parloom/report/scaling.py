@@ -113,7 +113,7 @@ def scaling_screen(scaling: Scaling) -> RenderableType:
         marks += [
             Mark(p.num_devices, p.num_devices / first.num_devices, "·", "dim") for p in planned
         ]
-        times = Axis("speedup (dots: as many times as devices)", lambda value: f"{value:.3g}")
+        times = Axis("speedup (dots: as many times as devices)", _times)
         parts += [Text(""), chart(marks, Axis("devices", lambda value: f"{value:g}"), times)]
     for before, point in pairwise(planned):
         parts += [Text(line) for line in _bought(scaling, before, point)]
@@ -137,7 +137,14 @@ def _bought(scaling: Scaling, before: Point, point: Point) -> list[str]:
     if one and other:
         each = other / point.work.in_step / (one / before.work.in_step) - 1
         rest += f"; a {point.work.unit} costs {each:+.0%}"
-    return [f"{before.num_devices} to {point.num_devices} devices ({more:g}x): {faster:.3g}x{rest}"]
+    return [
+        f"{before.num_devices} to {point.num_devices} devices ({more:g}x): {_times(faster)}x{rest}"
+    ]
+
+
+def _times(value: float) -> str:
+    """How many times as much, to three digits: `1.97`, `2,048`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(scaling: Scaling, unit: str) -> Rows:
@@ -156,7 +163,7 @@ def _table(scaling: Scaling, unit: str) -> Rows:
             str(point.num_devices),
             format_seconds(found.step_s),
             format_count(point.per_s),
-            f"{scaling.speedup(point):.3g}",
+            _times(scaling.speedup(point)),
             f"{scaling.efficiency(point):.0%}",
             "-" if found.mfu is None else f"{found.mfu:.1%}",
             "-" if usd is None else format_dollars(usd),

@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
+from parloom.errors import shell_word
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Aim, Alternative, Objective, Plan, Prediction, Stage
+from parloom.ir.plan import Aim, Objective, Plan, Prediction, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars
@@ -52,8 +53,9 @@ def plan_screen(
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
     if paths:
         parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
-        parts += [Text(""), Text(f"next: parloom verify {paths['plan']}{prove}", style="bold")]
-        parts.append(Text(f"then: parloom run {paths['plan']} -- train.py", style="bold"))
+        word = shell_word(paths["plan"])
+        parts += [Text(""), Text(f"next: parloom verify {word}{prove}", style="bold")]
+        parts.append(Text(f"then: parloom run {word} -- train.py", style="bold"))
         explained = explained_words(paths["plan"], calibration)
         parts.append(Text(f"why:  parloom explain {explained}", style="bold"))
     return Group(*parts)
@@ -177,20 +179,25 @@ def _components(found: Prediction, limit: int) -> Table:
 
 
 def _alternatives(plan: Plan) -> Table:
-    """A row per name: of candidates that no word tells apart, the best one, and how many."""
+    """A row per name: of candidates that no word tells apart the plan, or else the best one, and
+    how many.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("alternatives")
     for column in ("step time", "against plan", "peak", "fits"):
         table.add_column(column, justify="right")
     chosen = plan.prediction.step_s if plan.prediction else 0.0
-    alike: dict[tuple[str, bool], list[Alternative]] = {}
-    for other in plan.alternatives:
-        alike.setdefault((other.name, other.fits), []).append(other)
+    alike: dict[tuple[str, bool], list[int]] = {}
+    for index, other in enumerate(plan.alternatives):
+        alike.setdefault((other.name, other.fits), []).append(index)
     for (name, fits), others in alike.items():
-        best = min(others, key=lambda other: other.step_s)
-        many = f", best of {len(others)}" if len(others) > 1 else ""
+        is_plan = plan.own in others
+        fastest = min(others, key=lambda index: plan.alternatives[index].step_s)
+        best = plan.alternatives[plan.own if is_plan and plan.own is not None else fastest]
+        which = "one" if is_plan and plan.own != fastest else "best"
+        many = f", {which} of {len(others)}" if len(others) > 1 else ""
         table.add_row(
-            f"  {name}{many}{', this plan' if plan.is_of(best) else ''}",
+            f"  {name}{many}{', this plan' if is_plan else ''}",
             format_seconds(best.step_s),
             f"{best.step_s / chosen - 1:+.1%}" if chosen else "",
             format_bytes(best.peak_bytes),

@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -15,6 +14,7 @@ from parloom.action_text import stages_text
 from parloom.cost.kernels import PRODUCTS, SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
+from parloom.errors import shell_word
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower_stages import group_lists
@@ -358,6 +358,8 @@ def _share(cluster: Cluster, some: int, others: int) -> str:
         return ""
     share = "half the price" if 2 * some == others else f"{some / others:.3g} of the price"
     price = cluster.price_per_hour
+    if price == 0:
+        return ""
     if price is None:
         return f", {share}"
     each = price / cluster.num_devices
@@ -488,7 +490,8 @@ def memory_words(num_bytes: int, limit: int, device_bytes: int) -> str:
 
 def explained_words(path: str | Path, calibration: str | Path | None) -> str:
     """A plan as the next `parloom explain` is asked for it: with the same measured rates."""
-    return f"{path} --calibration {shlex.quote(str(calibration))}" if calibration else str(path)
+    word = shell_word(path)
+    return f"{word} --calibration {shell_word(calibration)}" if calibration else word
 
 
 def source_words(source: str, error: float, step_s: float) -> str:

@@ -1,6 +1,6 @@
 import type { Grid, OperatorCard, ParameterCard, Plan, Role, Stored, Tensor, Term } from "../data";
 import { details, h, table, type Cell } from "../dom";
-import { bytes, cause, count, percent, picoseconds, seconds, signed } from "../format";
+import { amount, bytes, cause, percent, picoseconds, seconds, signed } from "../format";
 import type { Selection } from "../select";
 
 /** A panel with all that is known of an operator or a parameter that is selected in one of the plans. */
@@ -37,7 +37,7 @@ function operatorOf(card: OperatorCard): HTMLElement[] {
     h("h2", {}, card.name),
     h("p", {}, `${card.op}${card.source ? `, ${card.source}` : ""}; in ${card.place}${alike}; ${card.runs_a_step} forward pass${card.runs_a_step > 1 ? "es" : ""} a step`),
     h("p", {}, splits.join("; ") || "Nothing of it is split."),
-    h("p", {}, `${count(card.flops)}FLOP in a forward pass on one device; bound by ${card.bound_by}; all alike: ${seconds(card.alike_s)} a step`),
+    h("p", {}, `${amount(card.flops, "FLOP")} in a forward pass on one device; bound by ${card.bound_by}; all alike: ${seconds(card.alike_s)} a step`),
     h("h3", {}, "Layouts"),
     ...card.operands.map((tensor) => tensorOf(tensor, `reads ${tensor.name} from ${tensor.from ?? ""}`)),
     ...card.results.map((tensor) => tensorOf(tensor, `makes ${tensor.name}`)),

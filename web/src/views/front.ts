@@ -23,7 +23,7 @@ export function front(found: Front | null): HTMLElement[] {
   const make = () => {
     const { text, faint } = ink();
     const axis = (values: number[]) => ({
-      type: Math.max(...values) > WIDE * Math.min(...values) ? "log" : "value",
+      type: Math.min(...values) > 0 && Math.max(...values) > WIDE * Math.min(...values) ? "log" : "value",
       scale: true,
       splitLine: { lineStyle: { color: faint } },
     });
@@ -63,8 +63,10 @@ export function front(found: Front | null): HTMLElement[] {
       ? `${price.device}: no price is known`
       : `${price.device}: ${dollars(price.price_per_hour)} an hour (${price.price_source}, ${price.price_date})`,
   );
-  const chart = new Chart(label, 320, make, table(label, head, data));
-  return [h("h3", {}, "What other devices cost"), ...(priced.length ? [chart.element] : [table(label, head, data)]), list(prices)];
+  const rowsOf = table(label, head, data);
+  // A chart that is made is drawn.
+  const drawn = priced.length ? new Chart(label, 320, make, rowsOf).element : rowsOf;
+  return [h("h3", {}, "What other devices cost"), drawn, list(prices)];
 }
 
 function money(value: number | null): string {

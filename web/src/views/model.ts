@@ -2,7 +2,7 @@ import dagre from "@dagrejs/dagre";
 
 import { Chart, colorOf, ink, isDark, lettersOn, type Key } from "../chart";
 import type { GraphFunction, GraphNode, Plan } from "../data";
-import { choice, h, table } from "../dom";
+import { choice, h, table, type Cell } from "../dom";
 import { percent, seconds } from "../format";
 import type { Selection } from "../select";
 import { finder, parameters } from "./names";
@@ -15,6 +15,8 @@ const MARGIN = 12;
 const LOWEST = 160;
 const HIGHEST = 900;
 const LEAST_SCALE = 0.7; // where letters are still read
+// Rows of a table; the others take little time.
+const MOST_ROWS = 1000;
 
 /** The folded graph: block kinds once, colored by time or by layout. */
 export function model(plan: Plan, selection: Selection): HTMLElement[] {
@@ -25,19 +27,16 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   const layouts = [...new Set(functions.flatMap((f) => f.nodes.map(layoutOf)))].sort();
   const make = (width: number) => graphOption(functions[shown]!, byLayout ? layouts : null, selected, width);
   const height = () => Math.min(HIGHEST, Math.max(LOWEST, laid(functions[shown]!).height + 2 * MARGIN));
-  const rows = functions.flatMap((own) => own.nodes.map((node) => nodeRow(own, node, selection)));
-  const data = table(
-    "Operators by place, the most expensive first",
-    ["operator", "place", "time", "share of the step", "splits", "result"],
-    rows.sort((a, b) => b.share - a.share).map((row) => row.cells),
-  );
+  const data = operators(functions, selection);
   const chart = new Chart("Model as a folded graph", height(), make, data, (params) => {
     const node = params.dataType === "node" ? functions[shown]!.nodes[params.dataIndex] : undefined;
     if (node === undefined) return;
     const inner = functions.findIndex((own) => own.name === node.function);
     if (inner >= 0) show(inner);
-    else selection.select(`${functions[shown]!.name}|${node.key}`);
+    else selection.select(idOf(functions[shown]!, node));
   });
+  const drawnIn = new Map<string, number>();
+  functions.forEach((own, index) => own.nodes.forEach((node) => drawnIn.set(idOf(own, node), index)));
   const names = functions.map((own) => (own.calls > 1 ? `${own.name}, ${own.calls} calls` : own.name));
   const which = choice("block", names, (index) => show(index));
   function show(index: number): void {
@@ -47,7 +46,9 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   }
   selection.follow((id) => {
     selected = id;
-    const index = functions.findIndex((own) => own.name === id.slice(0, id.indexOf("|")));
+    const place = id.slice(0, id.indexOf("|"));
+    // What is selected may be another call of what is drawn.
+    const index = drawnIn.get(id) ?? functions.findIndex((own) => own.name === place);
     if (index >= 0) show(index);
   });
   const color = choice("color", ["time", "layout"], (index) => {
@@ -59,20 +60,35 @@ export function model(plan: Plan, selection: Selection): HTMLElement[] {
   return [h("p", {}, help), finder(plan, selection), controls, chart.element, parameters(plan, selection)];
 }
 
-function nodeRow(own: GraphFunction, node: GraphNode, selection: Selection) {
-  const open = h("button", { type: "button", class: "link", click: () => selection.select(`${own.name}|${node.key}`) }, node.key);
+/** The card of a node: operators are named by their place and key. */
+function idOf(own: GraphFunction, node: GraphNode): string {
+  return `${own.place}|${node.key}`;
+}
+
+/** All operators as a table, or those that take longest. */
+function operators(functions: GraphFunction[], selection: Selection): HTMLElement {
+  const all = functions.flatMap((own) => own.nodes.map((node) => ({ own, node })));
+  const sorted = all.sort((a, b) => b.node.share - a.node.share);
+  const left = sorted.length - MOST_ROWS;
+  const more = left > 0 ? `; ${left} others take less` : "";
+  return table(
+    `Operators by place, the most expensive first${more}`,
+    ["operator", "place", "time", "share of the step", "splits", "result"],
+    sorted.slice(0, MOST_ROWS).map(({ own, node }) => nodeRow(own, node, selection)),
+  );
+}
+
+function nodeRow(own: GraphFunction, node: GraphNode, selection: Selection): Cell[] {
+  const open = h("button", { type: "button", class: "link", click: () => selection.select(idOf(own, node)) }, node.key);
   const splits = Object.entries(node.splits).map(([axis, what]) => `${axis}: ${what}`).join("; ");
-  return {
-    share: node.share,
-    cells: [
-      node.function === undefined ? open : node.key,
-      own.name,
-      seconds(node.own_s + node.moving_s),
-      { value: percent(node.share), share: node.share },
-      splits || "nothing",
-      node.shape,
-    ],
-  };
+  return [
+    node.function === undefined ? open : node.key,
+    own.name,
+    seconds(node.own_s + node.moving_s),
+    { value: percent(node.share), share: node.share },
+    splits || "nothing",
+    node.shape,
+  ];
 }
 
 function layoutOf(node: GraphNode): string {
@@ -121,7 +137,7 @@ function graphOption(own: GraphFunction, layouts: string[] | null, selected: str
   const most = Math.max(1e-12, ...own.nodes.map((node) => node.share));
   const nodes = own.nodes.map((node, index) => {
     const place = layout.places[index]!;
-    const isSelected = selected === `${own.name}|${node.key}`;
+    const isSelected = selected === idOf(own, node);
     const fill = layouts ? colorOf(layouts.indexOf(layoutOf(node))) : heat(node.share / most);
     return {
       name: String(index),

@@ -94,12 +94,12 @@ export function traffic(plan: Plan): HTMLElement[] {
   const chart = new Chart("Traffic between devices", TOP + Math.min(SIDE, CELL * matrix.length) + 70, make, data);
   const sums = new Map<string, number[]>();
   for (const sent of own.collectives) {
-    const key = [sent.transfer, sent.axes, sent.level].join("|");
+    const key = JSON.stringify([sent.transfer, sent.axes, sent.level]);
     const found = sums.get(key) ?? [0, 0, 0, 0];
     sums.set(key, [found[0]! + sent.count, found[1]! + sent.bytes, found[2]! + sent.s, found[3]! + sent.waited_s]);
   }
   const rows: Cell[][] = [...sums].sort((a, b) => b[1][3]! - a[1][3]! || b[1][2]! - a[1][2]!).map(([key, found]) => {
-    const [transfer, axes, level] = key.split("|") as [string, string, string];
+    const [transfer, axes, level] = JSON.parse(key) as [string, string, string];
     return [transfer, axes.replaceAll("+", ", "), level, String(found[0]), bytes(found[1]!), seconds(found[2]!), seconds(found[3]!)];
   });
   const each = size > 1 ? `A row is ${size} neighboring devices. ` : "";

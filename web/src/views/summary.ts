@@ -1,6 +1,6 @@
 import type { Plan, Summary } from "../data";
 import { details, h, list, table } from "../dom";
-import { bytes, cause, count, dollars, percent, picoseconds, plain, seconds } from "../format";
+import { amount, bytes, cause, count, dollars, percent, picoseconds, plain, seconds } from "../format";
 
 const SOURCES: Record<string, string> = {
   spec: "from data sheets, not calibrated",
@@ -22,7 +22,7 @@ export function summary(plan: Plan): HTMLElement[] {
     facts.push(["no plan is below", seconds(own.bound_s), own.gap === null ? "" : `the plan is ${percent(own.gap)} above this bound`]);
   }
   if (own.mfu !== null) {
-    facts.push(["model FLOP utilization", percent(own.mfu), `${count(own.model_flops)}FLOP of the model in a step, of the devices' peak`]);
+    facts.push(["model FLOP utilization", percent(own.mfu), `${amount(own.model_flops, "FLOP")} of the model in a step, of the devices' peak`]);
   }
   if (own.price_per_step !== null && own.price_per_hour !== null) {
     facts.push(["price of a step", dollars(own.price_per_step), `at ${dollars(own.price_per_hour)} an hour for ${own.num_devices} device${own.num_devices > 1 ? "s" : ""}`]);
@@ -63,8 +63,8 @@ function pipeline(own: Summary): [string, string, string] {
 }
 
 function madeBy(plan: Plan): HTMLElement[] {
-  const { command, path, summary: own } = plan;
+  const { command, word, summary: own } = plan;
   const code = h("code", {}, command);
   const made = command.length > LONG ? details(`The command that made it with parloom ${own.parloom}, with its cluster`, code) : h("p", {}, `Made with parloom ${own.parloom} by `, code);
-  return plan.is_file ? [made, h("p", {}, "To prove it and to train with it: ", h("code", {}, `parloom verify ${path}`), " and ", h("code", {}, `parloom run ${path} -- train.py`))] : [made];
+  return plan.is_file ? [made, h("p", {}, "To prove it and to train with it: ", h("code", {}, `parloom verify ${word}`), " and ", h("code", {}, `parloom run ${word} -- train.py`))] : [made];
 }

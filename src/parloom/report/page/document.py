@@ -8,6 +8,7 @@ from typing import Any
 
 from parloom.cost.money import usd_per_hour, usd_per_step
 from parloom.cost.utilization import model_flops, utilization
+from parloom.errors import shell_word
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.text import parse_graph
@@ -46,6 +47,7 @@ def _plan(side: Side, say: Say) -> Document:
     return {
         "path": side.path,
         "is_file": side.is_file,
+        "word": shell_word(side.path),
         "title": title_words(plan, step.cluster),
         "model": plan.source.spec,
         "summary": _summary(side),
@@ -70,9 +72,9 @@ def _plan(side: Side, say: Say) -> Document:
                 "step_s": a.step_s,
                 "peak_bytes": a.peak_bytes,
                 "fits": a.fits,
-                "is_plan": plan.is_of(a),
+                "is_plan": index == plan.own,
             }
-            for a in plan.alternatives
+            for index, a in enumerate(plan.alternatives)
         ],
         "front": _front(side),
         "why_not": [_versus(step, other, name) for name, other in side.others.items()],

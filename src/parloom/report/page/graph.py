@@ -8,15 +8,14 @@ from parloom.cost.ledger import MAIN
 from parloom.ir.graph import Call, Function, Graph, Node
 from parloom.report.case import Case, Place
 from parloom.report.explain import PS
+from parloom.report.page.parts import in_parts
 
 Document = dict[str, Any]
-# More nodes than a layered drawing shows: a module of a function is one node then.
-MOST_NODES = 400
 
 
 def graph_view(graph: Graph, cases: Sequence[Case], num_devices: int) -> Document:
-    """Functions with nodes and edges; times are of a step, in seconds, summed over all stages and
-    calls of a block kind; shares are of the step, the mean over `num_devices`.
+    """Functions with nodes and edges, large ones in parts; times are of a step, in seconds, summed
+    over all stages and calls of a block kind; shares are of the step, the mean over `num_devices`.
     """
     times, shares = operator_times(cases), _shares(cases, num_devices)
     kinds = Counter(item.function for item in graph.main.body if isinstance(item, Call))
@@ -24,7 +23,9 @@ def graph_view(graph: Graph, cases: Sequence[Case], num_devices: int) -> Documen
     functions = (graph.main, *(f for f in graph.functions if kinds[f.name]))
     return {
         "functions": [
-            _function(graph, own, kinds[own.name] or 1, times, splits, shares) for own in functions
+            part
+            for own in functions
+            for part in in_parts(_function(graph, own, kinds[own.name] or 1, times, splits, shares))
         ],
     }
 
@@ -97,6 +98,7 @@ def _function(
     ]
     return {
         "name": place,
+        "place": place,
         "calls": calls,
         "first": prefixes[0] if prefixes else "",
         "nodes": nodes,

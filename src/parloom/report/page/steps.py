@@ -171,7 +171,7 @@ def memory_view(side: Side) -> Document:
                 "limit_bytes": limits[index],
                 "at_peak": dict(zip(COMPONENTS, memory.at_peak, strict=True)),
                 "lines": sampled(timeline, index, POINTS),
-                "largest": largest_tensors([cases[i] for i in lists[index]]),
+                "largest": largest_tensors([cases[i] for i in lists[index]], memory.at_peak),
             }
         )
     peak = side.step.ledger.peak
