@@ -77,6 +77,10 @@ NewTokens = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Generate N tokens after each prompt (--inference)."),
 ]
+Steps = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Denoising steps of an answer (--inference)."),
+]
 OBJECTIVE = (
     "The fastest plan (default), the cheapest a step, or the least peak memory; of --inference the"
     " shortest answer (default), or the most in a second."

@@ -56,6 +56,7 @@ class Captured:
     graph: Graph
     prefill: Graph | None
     new_tokens: int
+    steps: int
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     seed: int
@@ -80,17 +81,22 @@ def capture(
     seq: int | None = None,
     dtype: str | None = None,
     new_tokens: int | None = None,
+    steps: int | None = None,
     seed: int = 0,
     progress: Say,
 ) -> Captured:
     """Build the model, capture its programs, and compare them with the module itself.
 
-    `new_tokens` are generated after each prompt; without them the model makes one pass. Raises
-    `InputError` where it keeps no caches and is asked for tokens.
+    `new_tokens` are generated after each prompt; without them the model makes one pass, or as many
+    `steps` as a sampler of a diffusion model asks for. Raises `InputError` where it keeps no caches
+    and is asked for tokens.
     """
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
-    if new_tokens is not None and new_tokens < 1:
-        raise InputError(f"--new-tokens: must be a whole number from 1 on, got {new_tokens}")
+    for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
+        if count is not None and count < 1:
+            raise InputError(f"{flag}: must be a whole number from 1 on, got {count}")
+    if new_tokens and steps:
+        raise InputError("--steps are passes of a model that generates no tokens; leave one out")
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
     built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
     progress(f"building {model}")
@@ -120,6 +126,7 @@ def capture(
         graph,
         prefill,
         new_tokens or NO_TOKENS,
+        steps or 1,
         (*equal, f"batch as built: {shapes}"),
         other,
         seed,
@@ -215,7 +222,9 @@ def _answers(
     tokens = captured.new_tokens
     found = proposed(decode, say)
     if captured.prefill is None:
-        return [_alone(plan) for plan in found.found], found.bound_s, found.status, found.refused
+        times = captured.steps
+        bound = None if found.bound_s is None else times * found.bound_s
+        return [_alone(plan, times) for plan in found.found], bound, found.status, found.refused
     prefill = replace(decode, graph=captured.prefill, pinned=NONE)
     say("looking for layouts of prompts")
     other = None if pinned else proposed(prefill, say)
@@ -235,9 +244,9 @@ def _answers(
     return made, bound, status, tuple(dict.fromkeys(refused))
 
 
-def _alone(plan: ScoredPlan) -> _Answer:
+def _alone(plan: ScoredPlan, times: int) -> _Answer:
     pair = Pair(plan, plan.decisions, plan.prediction, 0)
-    return _Answer(plan.name, plan.method, pair, True, plan.prediction.step_s)
+    return _Answer(plan.name, plan.method, pair, True, times * plan.prediction.step_s)
 
 
 def _planned(
@@ -245,7 +254,7 @@ def _planned(
 ) -> Plan:
     """The plan of the best candidate."""
     pair, tokens = best.pair, captured.new_tokens
-    inference = Inference()
+    inference = Inference(steps=captured.steps)
     if captured.prefill is not None:
         inference = Inference(
             tokens,

@@ -10,6 +10,7 @@ from parloom.execute.inference import inference_programs
 from parloom.inference import Captured
 from parloom.ir.graph import CACHE
 from parloom.ir.plan import Objective, Plan
+from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.inference import inference_document, rate_of
 from tests.dist.inference_plans import CONFIGS
 
@@ -101,3 +102,20 @@ def test_one_pass_is_searched() -> None:
     assert plan.aim is not None and plan.aim.bound is not None and plan.gap is not None
     assert plan.aim.bound <= plan.aim.value
     assert rate_of(plan)[1] == "samples"
+
+
+def test_steps_of_a_denoiser() -> None:
+    """An answer takes as many passes, and so does its bound."""
+    sizes = {"batch": 4, "progress": _silent}
+    with pytest.raises(InputError, match="--steps are passes of a model that generates no tokens"):
+        api.capture_inference("zoo:mlp", new_tokens=2, steps=2, progress=_silent)
+    one, many = (api.capture_inference("zoo:mlp", **sizes, steps=n) for n in (None, 50))  # type: ignore[arg-type]
+    first, plan = (_found(captured, method="data_parallel") for captured in (one, many))
+    assert plan.inference is not None and plan.prediction is not None and plan.aim is not None
+    assert first.aim is not None and plan.aim.value == pytest.approx(50 * first.aim.value)
+    assert plan.inference.steps == 50 and plan.inference.passes == (0, 50)
+    document = inference_document(plan, "plan.json", 0.0, 0.0)
+    assert document["latency_s"] == pytest.approx(50 * plan.prediction.step_s)
+    assert document["passes"] == {"prefill": 0, "step": 50}
+    assert "--steps 50" in plan.command() and "--steps" not in first.command()
+    assert plan_from_json(plan_to_json(plan), "plan") == plan

@@ -28,6 +28,7 @@ from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph
 
 LARGE = "the model is large; a small copy of it is not made for inference yet"
+DRAWN = 0.1  # the standard deviation of what is added to parameters that are all alike
 Tensors = Mapping[str, Tensor]
 
 
@@ -44,7 +45,7 @@ def compare_inference(
         return EagerReport(NOT_COMPARED, LARGE)
     dtype, tolerance = tolerance_of(graph)
     loaded = build()
-    model = loaded.model.eval()
+    model = drawn(loaded.model).eval()
     state = {n: t.detach() for n, t in parameters_of(model, graph).items()}
     with torch.no_grad():
         if prefill is None:
@@ -68,6 +69,20 @@ def compare_inference(
         num_tensors=compared.num_tensors,
         seconds=time.monotonic() - started,
     )
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """The model, whose parameters of one value alone are drawn: biases and gates that start at zero
+    and norms that start at one would hide that a program leaves them out or adds them twice.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            first = parameter.flatten()[:1]
+            if parameter.is_floating_point() and bool((parameter == first).all()):
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter += (noise * DRAWN).to(parameter)
+    return model
 
 
 def _forward_pairs(

@@ -9,7 +9,7 @@ from parloom.capture.ambient import check_settings
 from parloom.capture.inference import capture_inference
 from parloom.errors import FingerprintError, NotYetError
 from parloom.execute.eager import VERIFY
-from parloom.execute.eager_inference import compare_inference
+from parloom.execute.eager_inference import compare_inference, drawn
 from parloom.execute.inference import verify_inference
 from parloom.execute.shrink import require_memory
 from parloom.execute.verify import VerifyReport
@@ -45,6 +45,7 @@ def prove_inference(plan: Plan, *, small: bool, progress: Callable[[str], None])
     progress("comparing it with the module itself")
     # Built anew: a trace may leave something in a model.
     loaded = load_model(source.spec, **built)  # type: ignore[arg-type]
+    drawn(loaded.model)  # once more in the comparison: no parameter is all alike any more
     tensors = {name: t.detach() for name, t in parameters_of(loaded.model, graph).items()}
     eager = compare_inference(lambda: loaded, graph, prefill, inference.new_tokens, VERIFY)
     read = {entry.target for entry in parse_graph(plan.graph).of_kind("batch")}

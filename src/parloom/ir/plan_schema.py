@@ -194,6 +194,7 @@ class InferenceDocument(Document):
 
     new_tokens: Index
     cache_bytes: Index
+    steps: Count
     prefill: PredictionDocument | None
     prefill_nodes: dict[Name, dict[Name, list[Name]]]
     prefill_sha256: str
