@@ -54,7 +54,8 @@ def check(model: object, asked: Mapping[str, object]) -> None:
     objective = asked.get("objective", Objective.TIME)
     if objective not in list(Objective):
         raise InputError(f"objective: none is {objective!r}{nearest(str(objective), Objective)}")
-    given = {"--new-tokens": asked.get("new_tokens"), "--steps": asked.get("steps")}
+    names = ("new_tokens", "steps", "weights")
+    given = {f"--{name.replace('_', '-')}": asked.get(name) for name in names}
     given[f"--objective {objective}"] = objective in OF_INFERENCE
     if not asked.get("inference") and any(given.values()):
         flag = next(flag for flag, value in given.items() if value)

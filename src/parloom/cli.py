@@ -61,6 +61,7 @@ from parloom.cli_options import (
     Steps,
     Tokens,
     Verbose,
+    Weights,
 )
 from parloom.cli_output import check_printable
 from parloom.cli_output import quiet as _quiet
@@ -121,6 +122,7 @@ def plan(
     inference: Inference = False,
     new_tokens: NewTokens = None,
     steps: Steps = None,
+    weights: Weights = None,
     tokens: Tokens = None,
     days: Days = None,
     pareto: Pareto = False,
@@ -160,7 +162,7 @@ def plan(
         "price": price,
     }
     asked = captured | searched | {"require_gap": require_gap}
-    answered: Asked = {"new_tokens": new_tokens, "steps": steps}
+    answered: Asked = {"new_tokens": new_tokens, "steps": steps, "weights": weights}
     arguments.check(model, asked | answered | {"inference": inference})
     in_run, clusters = tokens_of(tokens), arguments.clusters_of(cluster)
     _quiet(verbose)

@@ -29,7 +29,7 @@ def plan_inference(
 
     check_folder(out or Path("runs"))
     started = time.monotonic()
-    keys = ("batch", "seq", "dtype", "seed", "new_tokens", "steps")
+    keys = ("batch", "seq", "dtype", "seed", "new_tokens", "steps", "weights")
     asked = {key: captured[key] for key in keys}
     program = api.capture_inference(model, **asked, progress=say)
     between = time.monotonic()

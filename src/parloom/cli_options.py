@@ -81,6 +81,10 @@ Steps = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Denoising steps of an answer (--inference)."),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="int8|fp8", help="How weights of products are stored (--inference)."),
+]
 OBJECTIVE = (
     "The fastest plan (default), the cheapest a step, or the least peak memory; of --inference the"
     " shortest answer (default), or the most in a second."

@@ -9,6 +9,7 @@ from parloom.capture import fingerprint, load_abstract, load_model
 from parloom.capture.ambient import Settings, settings
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import full_name
+from parloom.capture.quantized import WEIGHTS
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.complete import assumed
 from parloom.cost.clusters import resolve_cluster
@@ -57,6 +58,7 @@ class Captured:
     prefill: Graph | None
     new_tokens: int
     steps: int
+    weights: str | None
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     seed: int
@@ -82,19 +84,23 @@ def capture(
     dtype: str | None = None,
     new_tokens: int | None = None,
     steps: int | None = None,
+    weights: str | None = None,
     seed: int = 0,
     progress: Say,
 ) -> Captured:
     """Build the model, capture its programs, and compare them with the module itself.
 
     `new_tokens` are generated after each prompt; without them the model makes one pass, or as many
-    `steps` as a sampler of a diffusion model asks for. Raises `InputError` where it keeps no caches
+    `steps` as a sampler of a diffusion model asks for. `weights` "int8" or "fp8" is how those of
+    products are stored. Raises `InputError` where it keeps no caches
     and is asked for tokens.
     """
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
     for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
         if count is not None and count < 1:
             raise InputError(f"{flag}: must be a whole number from 1 on, got {count}")
+    if weights is not None and weights not in WEIGHTS:
+        raise InputError(f"--weights: none is {weights!r}; there are {', '.join(WEIGHTS)}")
     if new_tokens and steps:
         raise InputError("--steps are passes of a model that generates no tokens; leave one out")
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
@@ -103,7 +109,7 @@ def capture(
     # Without weights where that can be: caches may be larger than this machine.
     loaded = load_abstract(model, **built, limit=0)  # type: ignore[arg-type]
     progress(f"capturing {'the programs of prompts and of tokens' if new_tokens else 'a pass'}")
-    graph, prefill = capture_inference(loaded, new_tokens or 0)
+    graph, prefill = capture_inference(loaded, new_tokens or 0, weights)
     for program in (graph, *([prefill] if prefill else [])):
         check_results(program)
     progress("comparing with the module itself")
@@ -127,6 +133,7 @@ def capture(
         prefill,
         new_tokens or NO_TOKENS,
         steps or 1,
+        weights,
         (*equal, f"batch as built: {shapes}"),
         other,
         seed,
@@ -254,7 +261,7 @@ def _planned(
 ) -> Plan:
     """The plan of the best candidate."""
     pair, tokens = best.pair, captured.new_tokens
-    inference = Inference(steps=captured.steps)
+    inference = Inference(steps=captured.steps, weights=captured.weights)
     if captured.prefill is not None:
         inference = Inference(
             tokens,
@@ -262,6 +269,7 @@ def _planned(
             pair.prefill.nodes,
             pair.expected,
             pair.cache_bytes,
+            weights=captured.weights,
         )
     return Plan(
         captured.source,
@@ -313,7 +321,7 @@ def _shortage(captured: Captured, answers: Sequence[_Answer], limit: int) -> Inf
         f"no plan fits in {format_bytes(limit)} per device: the smallest, {small.name}, needs"
         f" {bytes_up(small.peak_bytes)}, {bytes_up(short)} more: weights {bytes_up(weights)},"
         f" caches {bytes_up(cache)}, working set {bytes_up(rest)}; ask for {fewer}, narrower"
-        " weights (--dtype bf16), or more devices",
+        " weights (--dtype bf16, --weights int8), or more devices",
         {
             "memory_bytes": limit,
             "short_bytes": short,

@@ -1,7 +1,7 @@
 """Small models for inference, and plans for them by hand."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from parloom import zoo
-from parloom.capture import parameters_of
 from parloom.capture.generation import Generation, capture_generation
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
+from parloom.capture.quantized import state_of
 from parloom.execute.eager_inference import drawn
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph
@@ -88,8 +88,7 @@ class Served:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = parameters_of(self.model, self.made.decode)
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return state_of(self.model, self.made.decode, self.made.prefill)
 
     def plan(self, chosen: Decisions) -> Plan:
         """The plan of these decisions about the program of tokens, prompts laid out like it."""
@@ -103,14 +102,14 @@ class Served:
 
 
 @cache
-def served(name: str) -> Served:
+def served(name: str, weights: str | None = None) -> Served:
     """A model by name, with programs in double precision."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
         model = drawn(kind.from_config(CONFIGS[name]()).double())
         prompts = torch.randint(40, (BATCH, PROMPT))
-    made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS)
+    made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS, weights)
     return Served(model, prompts, made)
 
 
@@ -126,7 +125,7 @@ def _denoiser(name: str) -> Loaded:
     return Loaded(*zoo.build(name, batch=BATCH, **sizes))
 
 
-PASSES = {
+PASSES: dict[str, Callable[[], Loaded]] = {
     "vit": _vit,
     "dit": partial(_denoiser, "dit_xl_denoiser"),
     "wan": partial(_denoiser, "wan_1_3b_denoiser"),
@@ -134,7 +133,7 @@ PASSES = {
 
 
 @cache
-def passed(name: str) -> tuple[Loaded, Graph]:
+def passed(name: str, weights: str | None = None) -> tuple[Loaded, Graph]:
     """A model that makes one pass, in double precision, and the program of its outputs."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -142,7 +141,7 @@ def passed(name: str) -> tuple[Loaded, Graph]:
     model = drawn(made.model.double())
     batch = {n: t.double() if t.is_floating_point() else t for n, t in made.batch.items()}
     loaded = Loaded(model, batch)
-    graph, other = capture_inference(loaded, 0)
+    graph, other = capture_inference(loaded, 0, weights)
     assert other is None
     return loaded, graph
 

@@ -74,9 +74,9 @@ def test_a_denoiser_is_the_network_that_is_trained(name: str) -> None:
     """One step gives what the loss is computed of, as large as what is denoised."""
     sizes = {"batch": 4, **SMALL[name.removesuffix("_denoiser")]}
     torch.manual_seed(0)
-    model, batch = zoo.build(name, **sizes)  # type: ignore[arg-type]
+    model, batch = zoo.build(name, **sizes)
     torch.manual_seed(0)
-    whole, _ = zoo.build(name.removesuffix("_denoiser"), **sizes)  # type: ignore[arg-type]
+    whole, _ = zoo.build(name.removesuffix("_denoiser"), **sizes)
     trained = whole.get_submodule("denoiser").state_dict()
     assert all(v.equal(trained[k]) for k, v in model.state_dict().items())
     assert model(**batch).shape[2:] == batch["noisy"].shape[2:]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parloom.capture import Loaded, named_tensors, parameters_of
+from parloom.capture import Loaded, named_tensors
 from parloom.capture.forward import asked_of
 from parloom.capture.generation import TOKENS, has_encoder, prompts_of, starts_of
+from parloom.capture.quantized import round_weights, state_of
 from parloom.execute.eager import Limits, is_small
 from parloom.execute.eager_compare import (
     DIFFERS,
@@ -46,7 +47,9 @@ def compare_inference(
     dtype, tolerance = tolerance_of(graph)
     loaded = build()
     model = drawn(loaded.model).eval()
-    state = {n: t.detach() for n, t in parameters_of(model, graph).items()}
+    graphs = (graph,) if prefill is None else (graph, prefill)
+    state = state_of(model, *graphs)
+    round_weights(model, *graphs)
     with torch.no_grad():
         if prefill is None:
             pairs = list(_forward_pairs(model, state, loaded.batch, graph))
@@ -81,7 +84,7 @@ def drawn(model: nn.Module) -> nn.Module:
             first = parameter.flatten()[:1]
             if parameter.is_floating_point() and bool((parameter == first).all()):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter += (noise * DRAWN).to(parameter)
+                parameter.add_((noise * DRAWN).to(parameter))
     return model
 
 

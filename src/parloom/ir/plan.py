@@ -368,7 +368,8 @@ class Inference:
     of them comes of the `prefill_graph` (as text), which has the same weights and caches where they
     lie and splits operators as `prefill_nodes` say. Without, the plan's graph is all there is.
     `cache_bytes` are those of the device that has most. `steps`: how often the pass of a model that
-    generates no tokens runs for an answer, as a denoiser's does.
+    generates no tokens runs for an answer, as a denoiser's does. `weights`: what products have
+    theirs in, int8 or fp8 with a scale for each output channel, where that is not their own dtype.
     """
 
     new_tokens: int = 0
@@ -377,6 +378,7 @@ class Inference:
     prefill: Prediction | None = None
     cache_bytes: int = 0
     steps: int = 1
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         nodes = _sorted(self.prefill_nodes, lambda n: n.key, "nodes of the prompt's program")
@@ -486,6 +488,7 @@ class Plan(Shown):
             "--optimizer": None if self.inference else self.optimizer.name,
             "--new-tokens": (self.inference and self.inference.new_tokens) or None,
             "--steps": self.inference and self.inference.steps,
+            "--weights": self.inference and self.inference.weights,
             "--method": self.method,
             "--objective": None if self.aim is None else self.aim.objective.value,
             "--microbatches": None if self.inference else self.decisions.num_microbatches,

@@ -69,6 +69,7 @@ def inference_document(inference: Inference) -> dict[str, Any]:
         "new_tokens": inference.new_tokens,
         "cache_bytes": inference.cache_bytes,
         "steps": inference.steps,
+        "weights": inference.weights,
         "prefill": prediction_document(inference.prefill),
         "prefill_nodes": nodes_document(inference.prefill_nodes),
         "prefill_sha256": digest(inference.prefill_graph),
@@ -90,4 +91,5 @@ def read_inference(
         read_prediction(document.prefill),
         document.cache_bytes,
         document.steps,
+        document.weights,
     )
