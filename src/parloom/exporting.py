@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from parloom.errors import InexpressibleError, InputError, nearest
+from parloom.errors import InexpressibleError, InputError, NotYetError, nearest
 from parloom.execute.files import read_plan, write_atomic
 from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
@@ -53,6 +53,11 @@ def export(
         raise InputError(f"--to: no target {to!r}{nearest(to, TARGETS)}; there are {known}")
     file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     plan = read_plan(file)
+    if plan.inference is not None and to not in (*ORDERS, EXPLORER):
+        raise NotYetError(
+            f"not yet: --to {to} is about training, and this plan is for inference; `parloom run"
+            f" {path} -- requests.jsonl` serves it"
+        )
     document: dict[str, Any] = {"to": to, "plan_hash": plan_hash(plan)}
     if to in LAUNCHERS:
         job = job_of(plan, str(file), script)

@@ -1,10 +1,11 @@
 """From a model to a plan that serves it, and what is said where there is none."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from parloom import api
+from parloom import api, cli
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
 from parloom.inference import Captured
@@ -119,3 +120,29 @@ def test_steps_of_a_denoiser() -> None:
     assert document["passes"] == {"prefill": 0, "step": 50}
     assert "--steps 50" in plan.command() and "--steps" not in first.command()
     assert plan_from_json(plan_to_json(plan), "plan") == plan
+
+
+def test_verbs_of_inference_plans(
+    gpt2: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are about a pass of the program of tokens; those of training say so."""
+    plan = _found(gpt2, method="data_parallel")
+    api.save(plan, tmp_path / "run")
+    path = str(tmp_path / "run")
+    assert plan.prediction is not None
+    for verb in ("explain", "simulate"):
+        assert cli.main([verb, path, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["step_s"] == pytest.approx(plan.prediction.step_s)
+    assert cli.main(["report", path, "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["export", path, "--to", "ranks", "--out", str(tmp_path / "there")]) == 0
+    said = {
+        ("scale",): "scale is of training steps, and this plan is for inference",
+        ("export", "--to", "slurm"): "--to slurm is about training",
+        ("export", "--to", "deepspeed"): "--to deepspeed is about training",
+        ("verify", "--shrink"): "small copies of inference plans",
+    }
+    for (verb, *rest), words in said.items():
+        capsys.readouterr()
+        assert cli.main([verb, path, *rest]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())

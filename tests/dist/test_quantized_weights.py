@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parloom import api
+from parloom import api, arguments
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
 from parloom.capture.quantized import (
@@ -164,4 +164,4 @@ def test_what_has_no_products_and_flags_of_training_are_refused() -> None:
     with pytest.raises(InputError, match="--weights: none is 'int4'; there are int8, fp8"):
         api.capture_inference("zoo:mlp", weights="int4", progress=_silent)
     with pytest.raises(InputError, match="--weights goes with --inference"):
-        api.arguments.check("zoo:mlp", {"weights": "int8"})
+        arguments.check("zoo:mlp", {"weights": "int8"})
