@@ -92,17 +92,10 @@ def capture(
 
     `new_tokens` are generated after each prompt; without them the model makes one pass, or as many
     `steps` as a sampler of a diffusion model asks for. `weights` "int8" or "fp8" is how those of
-    products are stored. Raises `InputError` where it keeps no caches
-    and is asked for tokens.
+    products are stored. Raises `InputError` where it keeps no caches and is asked for tokens.
     """
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
-    for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
-        if count is not None and count < 1:
-            raise InputError(f"{flag}: must be a whole number from 1 on, got {count}")
-    if weights is not None and weights not in WEIGHTS:
-        raise InputError(f"--weights: none is {weights!r}; there are {', '.join(WEIGHTS)}")
-    if new_tokens and steps:
-        raise InputError("--steps are passes of a model that generates no tokens; leave one out")
+    _check_answer(new_tokens, steps, weights)
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
     built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
     progress(f"building {model}")
@@ -140,6 +133,17 @@ def capture(
         settings(),
         ranges_of(loaded.batch),
     )
+
+
+def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:
+    """Raise `InputError` for an answer that is none."""
+    for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
+        if count is not None and count < 1:
+            raise InputError(f"{flag}: must be a whole number from 1 on, got {count}")
+    if weights is not None and weights not in WEIGHTS:
+        raise InputError(f"--weights: none is {weights!r}; there are {', '.join(WEIGHTS)}")
+    if new_tokens and steps:
+        raise InputError("--steps are passes of a model that generates no tokens; leave one out")
 
 
 @dataclass(frozen=True, slots=True)
