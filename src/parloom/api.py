@@ -32,7 +32,7 @@ from parloom.execute.eager import ADVICE, PLAN, begin, check
 from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_process import Build, ForkServer
 from parloom.execute.files import read_plan, uninterrupted, write_atomic
-from parloom.execute.inference import source_of_programs
+from parloom.execute.inference import all_programs, source_of_programs
 from parloom.execute.log import StageTimes, last_observed
 from parloom.execute.machine import cluster_of, machine_for, machine_of
 from parloom.execute.optimizers import Maker, name_of, named_optimizer, optimizer_name
@@ -325,7 +325,8 @@ def calibrate(
     if found:
         used = cluster_of(found[0])  # what the plan uses of the cluster
         machine = used if cluster is None or used.num_devices == size else machine
-    pcgs = [pcg for plan in found for pcg in lowered(plan).pcgs]
+    programs = (program for plan in found for program in all_programs(plan))
+    pcgs = [pcg for program in programs for pcg in program.pcgs]
     for model in models:
         graph = capture(model, progress=progress).graph
         pcgs += measured_programs(graph, machine, progress)

@@ -55,8 +55,11 @@ def check(model: object, asked: Mapping[str, object]) -> None:
     objective = asked.get("objective", Objective.TIME)
     if objective not in list(Objective):
         raise InputError(f"objective: none is {objective!r}{nearest(str(objective), Objective)}")
-    if not asked.get("inference") and (objective in OF_INFERENCE or asked.get("new_tokens")):
-        flag = "--new-tokens" if asked.get("new_tokens") else f"--objective {objective}"
+    names = ("new_tokens", "steps", "weights")
+    given = {f"--{name.replace('_', '-')}": asked.get(name) for name in names}
+    given[f"--objective {objective}"] = objective in OF_INFERENCE
+    if not asked.get("inference") and any(given.values()):
+        flag = next(flag for flag, value in given.items() if value)
         raise InputError(f"{flag} goes with --inference")
     dtype, method = asked.get("dtype"), asked.get("method", "auto")
     if dtype is not None and dtype not in (*DTYPES, *DTYPES.values()):

@@ -59,8 +59,10 @@ from parloom.cli_options import (
     Price,
     RunLog,
     Sequence,
+    Steps,
     Tokens,
     Verbose,
+    Weights,
 )
 from parloom.cli_output import check_printable
 from parloom.cli_output import quiet as _quiet
@@ -122,6 +124,8 @@ def plan(
     objective: Annotated[Objective | None, typer.Option(help=OBJECTIVE)] = None,
     inference: Inference = False,
     new_tokens: NewTokens = None,
+    steps: Steps = None,
+    weights: Weights = None,
     tokens: Tokens = None,
     days: Days = None,
     pareto: Pareto = False,
@@ -162,14 +166,15 @@ def plan(
         "price": price,
     }
     asked = captured | searched | {"require_gap": require_gap}
-    arguments.check(model, asked | {"inference": inference, "new_tokens": new_tokens})
+    answered: Asked = {"new_tokens": new_tokens, "steps": steps, "weights": weights}
+    arguments.check(model, asked | answered | {"inference": inference})
     in_run, clusters = tokens_of(tokens), arguments.clusters_of(cluster)
     searched |= {"cluster": clusters[0]} if len(clusters) == 1 else {}
     _quiet(verbose)
     if inference:
         of_training: Asked = {"tokens": tokens, "days": days, "pareto": pareto}
         other = of_training | {"require_gap": require_gap}
-        plan_inference(model, captured, searched, new_tokens, objective, other, out, as_json)
+        plan_inference(model, captured | answered, searched, objective, other, out, as_json)
         return
     if pareto or days is not None or len(clusters) > 1:
         wanted: Asked = {"by": objective, "pareto": pareto, "in_run": in_run, "days": days}

@@ -16,7 +16,6 @@ def plan_inference(
     model: str,
     captured: Asked,
     searched: Asked,
-    new_tokens: int | None,
     objective: Objective | None,
     other: Asked,
     out: Path | None,
@@ -30,8 +29,9 @@ def plan_inference(
 
     check_folder(out or Path("runs"))
     started = time.monotonic()
-    asked = {key: captured[key] for key in ("batch", "seq", "dtype", "seed")}
-    program = api.capture_inference(model, **asked, new_tokens=new_tokens, progress=say)
+    keys = ("batch", "seq", "dtype", "seed", "new_tokens", "steps", "weights")
+    asked = {key: captured[key] for key in keys}
+    program = api.capture_inference(model, **asked, progress=say)
     between = time.monotonic()
     names = ("cluster", "method", "memory", "devices", "calibration", "pin", "forbid", "budget")
     limits = {key: searched[key] for key in names}

@@ -22,7 +22,7 @@ from parloom.cli_options import (
 )
 from parloom.cli_output import quiet, result, say
 from parloom.cost import units
-from parloom.errors import InputError, shell_word
+from parloom.errors import InputError, NotYetError, shell_word
 from parloom.ir.plan import Objective, Plan
 from parloom.report.output import show_json
 
@@ -179,4 +179,7 @@ def _plan_at(model: str, built: Asked) -> Plan | None:
             f"--{given[0]}: {model} is a plan, whose model is built as it was; give the model to"
             " build it otherwise"
         )
-    return read_plan(path)
+    plan = read_plan(path)
+    if plan.inference is not None:
+        raise NotYetError("not yet: scale is of training steps, and this plan is for inference")
+    return plan

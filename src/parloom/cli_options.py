@@ -82,6 +82,14 @@ Allowed = Annotated[
     list[str] | None,
     typer.Option(metavar="WHAT", help=f"{QUANTIZED}: gradients and gathered weights in int8."),
 ]
+Steps = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Denoising steps of an answer (--inference)."),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(metavar="int8|fp8", help="How weights of products are stored (--inference)."),
+]
 OBJECTIVE = (
     "The fastest plan (default), the cheapest a step, or the least peak memory; of --inference the"
     " shortest answer (default), or the most in a second."

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from parloom.errors import InexpressibleError, InputError, nearest, shell_word
+from parloom.errors import InexpressibleError, InputError, NotYetError, nearest, shell_word
 from parloom.execute.files import read_plan, write_atomic
 from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
@@ -54,6 +54,11 @@ def export(
         raise InputError(f"--to: no target {to!r}{near}{there}")
     file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     plan = read_plan(file)
+    if plan.inference is not None and to not in (*ORDERS, EXPLORER):
+        raise NotYetError(
+            f"not yet: --to {to} is about training, and this plan is for inference; `parloom run"
+            f" {shell_word(path)} -- requests.jsonl` serves it"
+        )
     document: dict[str, Any] = {"to": to, "plan_hash": plan_hash(plan)}
     if to in LAUNCHERS:
         job = job_of(plan, str(file), script)

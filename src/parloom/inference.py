@@ -9,6 +9,7 @@ from parloom.capture import fingerprint, load_abstract, load_model
 from parloom.capture.ambient import Settings, settings
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import full_name
+from parloom.capture.quantized import WEIGHTS
 from parloom.capture.ranges import Ranges, ranges_of
 from parloom.complete import assumed
 from parloom.cost.clusters import resolve_cluster
@@ -56,6 +57,8 @@ class Captured:
     graph: Graph
     prefill: Graph | None
     new_tokens: int
+    steps: int
+    weights: str | None
     assumptions: tuple[str, ...]
     notes: tuple[str, ...]
     seed: int
@@ -80,24 +83,26 @@ def capture(
     seq: int | None = None,
     dtype: str | None = None,
     new_tokens: int | None = None,
+    steps: int | None = None,
+    weights: str | None = None,
     seed: int = 0,
     progress: Say,
 ) -> Captured:
     """Build the model, capture its programs, and compare them with the module itself.
 
-    `new_tokens` are generated after each prompt; without them the model makes one pass. Raises
-    `InputError` where it keeps no caches and is asked for tokens.
+    `new_tokens` are generated after each prompt; without them the model makes one pass, or as many
+    `steps` as a sampler of a diffusion model asks for. `weights` "int8" or "fp8" is how those of
+    products are stored. Raises `InputError` where it keeps no caches and is asked for tokens.
     """
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
-    if new_tokens is not None and new_tokens < 1:
-        raise InputError(f"--new-tokens: must be a whole number from 1 on, got {new_tokens}")
+    _check_answer(new_tokens, steps, weights)
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
     built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
     progress(f"building {model}")
     # Without weights where that can be: caches may be larger than this machine.
     loaded = load_abstract(model, **built, limit=0)  # type: ignore[arg-type]
     progress(f"capturing {'the programs of prompts and of tokens' if new_tokens else 'a pass'}")
-    graph, prefill = capture_inference(loaded, new_tokens or 0)
+    graph, prefill = capture_inference(loaded, new_tokens or 0, weights)
     for program in (graph, *([prefill] if prefill else [])):
         check_results(program)
     progress("comparing with the module itself")
@@ -120,12 +125,25 @@ def capture(
         graph,
         prefill,
         new_tokens or NO_TOKENS,
+        steps or 1,
+        weights,
         (*equal, f"batch as built: {shapes}"),
         other,
         seed,
         settings(),
         ranges_of(loaded.batch),
     )
+
+
+def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:
+    """Raise `InputError` for an answer that is none."""
+    for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
+        if count is not None and count < 1:
+            raise InputError(f"{flag}: must be a whole number from 1 on, got {count}")
+    if weights is not None and weights not in WEIGHTS:
+        raise InputError(f"--weights: none is {weights!r}; there are {', '.join(WEIGHTS)}")
+    if new_tokens and steps:
+        raise InputError("--steps are passes of a model that generates no tokens; leave one out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +233,9 @@ def _answers(
     tokens = captured.new_tokens
     found = proposed(decode, say)
     if captured.prefill is None:
-        return [_alone(plan) for plan in found.found], found.bound_s, found.status, found.refused
+        times = captured.steps
+        bound = None if found.bound_s is None else times * found.bound_s
+        return [_alone(plan, times) for plan in found.found], bound, found.status, found.refused
     prefill = replace(decode, graph=captured.prefill, pinned=NONE)
     say("looking for layouts of prompts")
     other = None if pinned else proposed(prefill, say)
@@ -235,9 +255,9 @@ def _answers(
     return made, bound, status, tuple(dict.fromkeys(refused))
 
 
-def _alone(plan: ScoredPlan) -> _Answer:
+def _alone(plan: ScoredPlan, times: int) -> _Answer:
     pair = Pair(plan, plan.decisions, plan.prediction, 0)
-    return _Answer(plan.name, plan.method, pair, True, plan.prediction.step_s)
+    return _Answer(plan.name, plan.method, pair, True, times * plan.prediction.step_s)
 
 
 def _planned(
@@ -245,7 +265,7 @@ def _planned(
 ) -> Plan:
     """The plan of the best candidate."""
     pair, tokens = best.pair, captured.new_tokens
-    inference = Inference()
+    inference = Inference(steps=captured.steps, weights=captured.weights)
     if captured.prefill is not None:
         inference = Inference(
             tokens,
@@ -253,6 +273,7 @@ def _planned(
             pair.prefill.nodes,
             pair.expected,
             pair.cache_bytes,
+            weights=captured.weights,
         )
     return Plan(
         captured.source,
@@ -304,7 +325,7 @@ def _shortage(captured: Captured, answers: Sequence[_Answer], limit: int) -> Inf
         f"no plan fits in {format_bytes(limit)} per device: the smallest, {small.name}, needs"
         f" {bytes_up(small.peak_bytes)}, {bytes_up(short)} more: weights {bytes_up(weights)},"
         f" caches {bytes_up(cache)}, working set {bytes_up(rest)}; ask for {fewer}, narrower"
-        " weights (--dtype bf16), or more devices",
+        " weights (--dtype bf16, --weights int8), or more devices",
         {
             "memory_bytes": limit,
             "short_bytes": short,

@@ -1,7 +1,10 @@
-"""Small Hugging Face models for inference, and plans for them by hand."""
+"""Small models for inference, and plans for them by hand."""
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,11 +15,16 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     T5Config,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
-from parloom.capture import parameters_of
+from parloom import zoo
 from parloom.capture.generation import Generation, capture_generation
+from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
+from parloom.capture.quantized import state_of
+from parloom.execute.eager_inference import drawn
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.layout import Layout, Shard
@@ -24,6 +32,7 @@ from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import (
     NO_OPTIMIZER,
+    ONE_DEVICE,
     Decisions,
     Inference,
     ModelSource,
@@ -35,14 +44,15 @@ from parloom.ir.stages import stage_items
 from parloom.ir.text import print_graph
 from parloom.search.answers import decided_beside
 from parloom.search.spread import decisions, spread, unfold
+from tests.zoo_sizes import SMALL
 
-BATCH, PROMPT, TOKENS = 4, 6, 6  # of caches with room for 12 positions
+BATCH, PROMPT, TOKENS = 4, 8, 8
 
 
 def _llama() -> Any:
     return LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=40, max_position_embeddings=64,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=40, max_position_embeddings=64,
     )  # fmt: skip
 
 
@@ -60,6 +70,7 @@ def _t5() -> Any:
     )  # fmt: skip
 
 
+OF_BLOCK = re.compile(r"(?:layers?|h|blocks?)\.([01])(?:\.|$)")
 CONFIGS = {"llama": _llama, "gpt2": _gpt2, "t5": _t5}
 
 
@@ -77,8 +88,7 @@ class Served:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        found = parameters_of(self.model, self.made.decode)
-        return {name: tensor.detach() for name, tensor in found.items()}
+        return state_of(self.model, self.made.decode, self.made.prefill)
 
     def plan(self, chosen: Decisions) -> Plan:
         """The plan of these decisions about the program of tokens, prompts laid out like it."""
@@ -92,24 +102,112 @@ class Served:
 
 
 @cache
-def served(name: str) -> Served:
+def served(name: str, weights: str | None = None) -> Served:
     """A model by name, with programs in double precision."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-        model = kind.from_config(CONFIGS[name]()).double()
+        model = drawn(kind.from_config(CONFIGS[name]()).double())
         prompts = torch.randint(40, (BATCH, PROMPT))
-    made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS)
+    made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS, weights)
     return Served(model, prompts, made)
+
+
+def _vit() -> Loaded:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = ViTConfig(**sizes, num_attention_heads=4, image_size=8, patch_size=4, num_labels=4)
+    model, labels = ViTForImageClassification(config), torch.zeros(BATCH).long()
+    return Loaded(model, {"pixel_values": torch.randn(BATCH, 3, 8, 8), "labels": labels})
+
+
+def _denoiser(name: str) -> Loaded:
+    sizes = {**SMALL[name.removesuffix("_denoiser")], "heads": 4}
+    return Loaded(*zoo.build(name, batch=BATCH, **sizes))
+
+
+PASSES: dict[str, Callable[[], Loaded]] = {
+    "vit": _vit,
+    "dit": partial(_denoiser, "dit_xl_denoiser"),
+    "wan": partial(_denoiser, "wan_1_3b_denoiser"),
+}
+
+
+@cache
+def passed(name: str, weights: str | None = None) -> tuple[Loaded, Graph]:
+    """A model that makes one pass, in double precision, and the program of its outputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = PASSES[name]()
+    model = drawn(made.model.double())
+    batch = {n: t.double() if t.is_floating_point() else t for n, t in made.batch.items()}
+    loaded = Loaded(model, batch)
+    graph, other = capture_inference(loaded, 0, weights)
+    assert other is None
+    return loaded, graph
+
+
+def plan_of_pass(graph: Graph, chosen: Decisions) -> Plan:
+    """The plan of these decisions about a program of one pass."""
+    return Plan(
+        ModelSource("test"), f"{chosen.num_ranks}xcpu", "0" * 8, NO_OPTIMIZER, "by hand", chosen,
+        print_graph(graph), inference=Inference(),
+    )  # fmt: skip
 
 
 def two_stages(graph: Graph, chosen: Decisions, microbatches: int) -> Decisions:
     """The same decisions in two stages on devices of their own, a block in each."""
+    return in_stages(graph, chosen, block_cuts(graph)[1:2], microbatches)
+
+
+def four_stages(graph: Graph, microbatches: int) -> Decisions:
+    """A device for each of two blocks, for what is before them and for what is after them."""
+    return in_stages(graph, Decisions(ONE_DEVICE), block_cuts(graph), microbatches)
+
+
+def block_cuts(graph: Graph) -> tuple[int, ...]:
+    """The places of the first item of either block, and of the first one after them."""
+    found = [(i, OF_BLOCK.search(key)) for i, key in enumerate(stage_items(graph))]
+    blocks = [(i, match[1]) for i, match in found if match]
+    second = [i for i, number in blocks if number == "1"]
+    return blocks[0][0], second[0], second[-1] + 1
+
+
+def in_stages(
+    graph: Graph, chosen: Decisions, cuts: tuple[int, ...], microbatches: int
+) -> Decisions:
+    """The same decisions in stages of so many items, on devices of their own."""
     items, mesh = stage_items(graph), chosen.mesh
-    cut = next(i for i, key in enumerate(items) if key.endswith(".1") or "block.1." in key)
-    ranks = range(mesh.num_ranks), range(mesh.num_ranks, 2 * mesh.num_ranks)
-    stages = Stage(items[:cut], ranks[:1], mesh), Stage(items[cut:], ranks[1:], mesh)
+    size = mesh.num_ranks
+    stages = tuple(
+        Stage(items[first:last], (range(index * size, (index + 1) * size),), mesh)
+        for index, (first, last) in enumerate(pairwise((0, *cuts, len(items))))
+    )
     return replace(chosen, stages=stages, num_microbatches=microbatches, schedule="1f1b")
+
+
+# The first product of a pair, whose columns tensor parallelism shards; a fused one has three parts.
+COLUMNS = re.compile(r"(?:qkv|q|k|v|[qkv]_proj|up|fc1)\.(?:weight|bias)$")
+
+
+def columns_cut(graph: Graph, mesh: Mesh) -> Decisions:
+    """Decisions that follow from weights whose columns all axes shard, by heads and hidden units."""
+    names = [e.target for e in graph.of_kind("parameter") if COLUMNS.search(e.target)]
+    return inputs_cut(graph, mesh, dict.fromkeys(names, 0))
+
+
+def inputs_cut(graph: Graph, mesh: Mesh, dims: Mapping[str, int]) -> Decisions:
+    """Decisions that follow from inputs whose dim, by name, all axes shard."""
+    seeds: dict[str, Layout] = {}
+    for entry in graph.inputs:
+        if (dim := dims.get(entry.target)) is not None:
+            left = entry.value.spec.shape[dim] // (3 if "qkv" in entry.target else 1)
+            shards = list[Shard]()
+            for axis in mesh.axes:
+                left //= axis.size
+                shards.append(Shard(axis.name, dim, left))
+            seeds[entry.value.name] = Layout(tuple(shards))
+    program = unfold(graph, factorize(graph), mesh)
+    return Decisions(one_stage(mesh), decisions(program, spread(program, seeds)))
 
 
 def caches_cut(graph: Graph, mesh: Mesh, **axes: int) -> Decisions:

@@ -1,15 +1,17 @@
 """From a model to a plan that serves it, and what is said where there is none."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from parloom import api
+from parloom import api, cli
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
 from parloom.inference import Captured
 from parloom.ir.graph import CACHE
 from parloom.ir.plan import Objective, Plan
+from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.inference import inference_document, rate_of
 from tests.dist.inference_plans import CONFIGS
 
@@ -101,3 +103,46 @@ def test_one_pass_is_searched() -> None:
     assert plan.aim is not None and plan.aim.bound is not None and plan.gap is not None
     assert plan.aim.bound <= plan.aim.value
     assert rate_of(plan)[1] == "samples"
+
+
+def test_steps_of_a_denoiser() -> None:
+    """An answer takes as many passes, and so does its bound."""
+    sizes = {"batch": 4, "progress": _silent}
+    with pytest.raises(InputError, match="--steps are passes of a model that generates no tokens"):
+        api.capture_inference("zoo:mlp", new_tokens=2, steps=2, progress=_silent)
+    one, many = (api.capture_inference("zoo:mlp", **sizes, steps=n) for n in (None, 50))  # type: ignore[arg-type]
+    first, plan = (_found(captured, method="data_parallel") for captured in (one, many))
+    assert plan.inference is not None and plan.prediction is not None and plan.aim is not None
+    assert first.aim is not None and plan.aim.value == pytest.approx(50 * first.aim.value)
+    assert plan.inference.steps == 50 and plan.inference.passes == (0, 50)
+    document = inference_document(plan, "plan.json", 0.0, 0.0)
+    assert document["latency_s"] == pytest.approx(50 * plan.prediction.step_s)
+    assert document["passes"] == {"prefill": 0, "step": 50}
+    assert "--steps 50" in plan.command() and "--steps" not in first.command()
+    assert plan_from_json(plan_to_json(plan), "plan") == plan
+
+
+def test_verbs_of_inference_plans(
+    gpt2: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are about a pass of the program of tokens; those of training say so."""
+    plan = _found(gpt2, method="data_parallel")
+    api.save(plan, tmp_path / "run")
+    path = str(tmp_path / "run")
+    assert plan.prediction is not None
+    for verb in ("explain", "simulate"):
+        assert cli.main([verb, path, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert document["step_s"] == pytest.approx(plan.prediction.step_s)
+    assert cli.main(["report", path, "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["export", path, "--to", "ranks", "--out", str(tmp_path / "there")]) == 0
+    said = {
+        ("scale",): "scale is of training steps, and this plan is for inference",
+        ("export", "--to", "slurm"): "--to slurm is about training",
+        ("export", "--to", "deepspeed"): "--to deepspeed is about training",
+        ("verify", "--shrink"): "small copies of inference plans",
+    }
+    for (verb, *rest), words in said.items():
+        capsys.readouterr()
+        assert cli.main([verb, path, *rest]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())

@@ -40,7 +40,7 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
     for row, answer in zip(prompts, made, strict=True):
         model: Any = found.model.eval()
         wanted = model.generate(
-            row[None], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+            row[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert answer["tokens"] == wanted[0, PROMPT:].tolist()
 
@@ -51,9 +51,9 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
         ("{", "requests.jsonl:1:2: not JSON"),
         ("[1]", "requests.jsonl:1: a request is an object with input_ids"),
         ('{"labels": [1]}', "a request is an object with input_ids"),
-        ('{"input_ids": [1, 2]}', r"input_ids has shape \[2\], the plan: \[6\]"),
-        ('{"input_ids": [1, 2, 3, 4, 5, 40]}', "input_ids has 40, and there are 40 tokens"),
-        ('{"input_ids": [1, 2, 3, 4, 5, "a"]}', "requests.jsonl:1: input_ids: "),
+        ('{"input_ids": [1, 2]}', r"input_ids has shape \[2\], the plan: \[8\]"),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 40]}', "input_ids has 40, and there are 40 tokens"),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, "a"]}', "requests.jsonl:1: input_ids: "),
         ("", "requests.jsonl has no requests"),
     ],
 )

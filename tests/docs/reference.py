@@ -123,8 +123,8 @@ def _cell(text: str) -> str:
 def zoo_models() -> str:
     """Each model of the zoo with the sizes that it has by default."""
     lines = ["| model | is | sizes |", "|---|---|---|"]
-    for name in zoo.names():
-        module = import_module(f"parloom.zoo.{zoo._BUILDERS[name][0]}")
+    for name in (*zoo.names(), *zoo.denoisers()):
+        module = import_module(zoo._builder(name).__module__)
         is_ = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
         sizes = ", ".join(f"{key} {value}" for key, value in zoo.sizes(name).items())
         lines.append(f"| `zoo:{name}` | {_cell(is_.rstrip('.'))} | {_cell(sizes)} |")

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 import typer
 from pydantic import TypeAdapter
+from transformers import GPT2Config
 
 from parloom.cost.calibration import _Document
 from parloom.execute.verify import VerifyReport
@@ -31,7 +32,11 @@ ASKED = {
         "plan zoo:mlp --method gpipe --out runs/c --cluster 2xcpu --batch 256 --json",
     ],
     "plan-inference": [
-        "plan zoo:mlp --inference --method data_parallel --out runs/h --cluster 2xcpu --json"
+        "plan zoo:mlp --inference --steps 4 --method data_parallel --out runs/h --cluster 2xcpu"
+        " --json",
+        "plan zoo:mlp --inference --pin mesh=2 --out runs/h --cluster 2xcpu --json",
+        "plan small --inference --new-tokens 4 --batch 2 --seq 4 --method data_parallel"
+        " --out runs/i --cluster 2xcpu --json",
     ],
     "infeasible": [
         f"{PLAN} runs/d --cluster 2xcpu --memory 6MB --json",
@@ -88,6 +93,10 @@ def documents() -> dict[str, list[Any]]:
 
 @pytest.fixture
 def printed(reader: Path, documents: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    if not documents:
+        small = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=24, n_positions=8)
+        small.architectures = ["GPT2LMHeadModel"]
+        small.save_pretrained(reader / "small")
     for verb, commands in ASKED.items():
         if verb not in documents:
             documents[verb] = [json.loads(_stdout(command)) for command in commands]

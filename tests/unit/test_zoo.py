@@ -15,7 +15,7 @@ import parloom.zoo
 from parloom import zoo
 from parloom.zoo.dit import discretised_log_likelihood, gaussian_divergence
 from parloom.zoo.gshard import Experts
-from tests.zoo_sizes import small
+from tests.zoo_sizes import SMALL, small
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -67,6 +67,20 @@ def count(name: str, **sizes: Any) -> int:
 @pytest.mark.parametrize("name", zoo.names())
 def test_scale_shrinks(name: str) -> None:
     assert count(name, scale=0.25) < count(name, scale=0.5) < count(name)
+
+
+@pytest.mark.parametrize("name", zoo.denoisers())
+def test_a_denoiser_is_the_network_that_is_trained(name: str) -> None:
+    """One step gives what the loss is computed of, as large as what is denoised."""
+    sizes = {"batch": 4, **SMALL[name.removesuffix("_denoiser")]}
+    torch.manual_seed(0)
+    model, batch = zoo.build(name, **sizes)
+    torch.manual_seed(0)
+    whole, _ = zoo.build(name.removesuffix("_denoiser"), **sizes)
+    trained = whole.get_submodule("denoiser").state_dict()
+    assert all(v.equal(trained[k]) for k, v in model.state_dict().items())
+    assert model(**batch).shape[2:] == batch["noisy"].shape[2:]
+    assert zoo.sizes(name) == zoo.sizes(name.removesuffix("_denoiser"))
 
 
 PUBLISHED = {

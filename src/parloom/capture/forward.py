@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from parloom.capture.build import capture_flat, without_covered, without_unused_constants
 from parloom.capture.check import check_weights
 from parloom.capture.program import arguments_of
+from parloom.capture.quantized import quantized
 from parloom.errors import CaptureError
 from parloom.ir.fold import fold
 from parloom.ir.graph import Graph, without_gradients
@@ -17,7 +18,9 @@ from parloom.ir.simplify import without_dead_nodes
 LABELS = "labels"
 
 
-def capture_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> Graph:
+def capture_forward(
+    model: nn.Module, batch: Mapping[str, Tensor], weights: str | None = None
+) -> Graph:
     """What the model makes of a batch besides a loss; what it needs for that alone is left out.
 
     Raises: CaptureError where the model cannot be traced, or makes nothing but a loss.
@@ -32,6 +35,7 @@ def capture_forward(model: nn.Module, batch: Mapping[str, Tensor]) -> Graph:
     returned = tuple(dict.fromkeys(value for _, value in (*flat.outputs, *flat.updates)))
     graph = replace(flat, loss=None, main=replace(flat.main, outputs=returned))
     graph = without_unread(without_unused_constants(without_dead_nodes(graph)))
+    (graph,) = quantized([graph], weights)
     return without_gradients(readable(without_covered(fold(graph, classes))))
 
 

@@ -8,6 +8,7 @@ decoder begins with its start token in that first pass, and the encoder's keys a
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -21,6 +22,7 @@ from parloom.capture.build import capture_flat, without_covered
 from parloom.capture.check import check_weights
 from parloom.capture.hugging_face import library, quiet
 from parloom.capture.program import TRACE_FAILURES
+from parloom.capture.quantized import quantized
 from parloom.errors import CaptureError, InputError, one_line
 from parloom.ir.fold import fold
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, numbered, without_gradients
@@ -59,7 +61,7 @@ def generates(model: nn.Module) -> bool:
 
 
 def capture_generation(
-    model: nn.Module, batch: Mapping[str, Tensor], new_tokens: int
+    model: nn.Module, batch: Mapping[str, Tensor], new_tokens: int, weights: str | None = None
 ) -> Generation:
     """The programs of a batch of prompts and `new_tokens` tokens after each.
 
@@ -75,9 +77,10 @@ def capture_generation(
     count = torch.ones((), dtype=torch.int64, device=prompts.device)
     later = {TOKENS: prompts[:, :1], GENERATED: count, **caches}
     length = prompts.shape[1]
-    return Generation(
-        *(_captured(model, given, length, frozenset(caches)) for given in (first, later))
-    )
+    flat, classes = zip(*(_flat(model, given, length) for given in (first, later)), strict=True)
+    made = quantized(flat, weights)
+    prefill, decode = map(partial(_folded, frozenset(caches)), made, classes)
+    return Generation(prefill, decode)
 
 
 def prompts_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -187,10 +190,10 @@ class _Pass(nn.Module):
         return {"decoder_input_ids": input_ids, "encoder_outputs": (encoded,)}
 
 
-def _captured(
-    model: nn.Module, batch: Mapping[str, Tensor], length: int, caches: frozenset[str]
-) -> Graph:
-    """One program, in which nothing is trained."""
+def _flat(
+    model: nn.Module, batch: Mapping[str, Tensor], length: int
+) -> tuple[Graph, dict[str, str]]:
+    """One program before folding, and the class of every module path."""
     was = [(module, module.training) for module in model.modules()]
     with quiet(library()):
         try:
@@ -198,8 +201,13 @@ def _captured(
         finally:
             for module, training in was:
                 module.training = training
-    graph = with_caches(_unwrapped(flat, type(model).__name__), caches)
     classes = {without_wrapper(path): name for path, name in classes.items() if path}
+    return _unwrapped(flat, type(model).__name__), classes
+
+
+def _folded(caches: frozenset[str], flat: Graph, classes: dict[str, str]) -> Graph:
+    """The program with its caches, in which nothing is trained."""
+    graph = with_caches(flat, caches)
     return without_gradients(readable(without_covered(fold(graph, classes))))
 
 

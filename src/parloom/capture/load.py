@@ -139,9 +139,9 @@ def sizes_of(spec: str) -> dict[str, Any] | None:
         raise InputError(f"no model named; a model is {FORMS}")
     if spec.startswith("zoo:"):
         name = spec.removeprefix("zoo:")
-        return dict(zoo.sizes(name)) if name in zoo.names() else None
+        return dict(zoo.sizes(name)) if name in zoo_names() else None
     local = path.suffix == ".json" or path.is_dir()
-    hub = ":" not in spec and spec not in zoo.names() and path.suffix not in (".py", ".pt2")
+    hub = ":" not in spec and spec not in zoo_names() and path.suffix not in (".py", ".pt2")
     if not local and (not hub or not spec or path.exists() or spec.startswith((".", "/"))):
         return None
     return settings_of(read_config(spec))
@@ -168,7 +168,7 @@ def build(spec: str, batch: int | None, seq: int | None, sizes: Settings) -> Loa
     if ":" in spec:
         refuse("this factory builds its own batch", spec, batch=batch, seq=seq)
         return build_factory(spec)
-    if spec in zoo.names():
+    if spec in zoo_names():
         raise InputError(f"no model {spec!r}; did you mean zoo:{spec}?")
     if path.suffix == ".py":
         raise InputError(f"{spec}: name the factory in the file: {spec}:FUNCTION")
@@ -191,11 +191,16 @@ def build_configured(spec: str, batch: int | None, seq: int | None, sizes: Setti
     return Loaded(*made)
 
 
+def zoo_names() -> tuple[str, ...]:
+    """The models of the zoo, for training and for inference alone."""
+    return (*zoo.names(), *zoo.denoisers())
+
+
 def build_zoo(name: str, batch: int | None, seq: int | None, sizes: Settings) -> Loaded:
     """A benchmark model."""
-    if name not in zoo.names():
-        near = get_close_matches(name, zoo.names(), 1, 0.5)
-        hint = f"did you mean zoo:{near[0]}?" if near else f"there are {', '.join(zoo.names())}"
+    if name not in zoo_names():
+        near = get_close_matches(name, zoo_names(), 1, 0.5)
+        hint = f"did you mean zoo:{near[0]}?" if near else f"there are {', '.join(zoo_names())}"
         raise InputError(f"no model zoo:{name}; {hint}")
     if not zoo.has_sequence(name):
         refuse("its batch has no sequence", f"zoo:{name}", seq=seq)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parloom.capture import Loaded, named_tensors, parameters_of
+from parloom.capture import Loaded, named_tensors
 from parloom.capture.forward import asked_of
 from parloom.capture.generation import TOKENS, has_encoder, prompts_of, starts_of
+from parloom.capture.quantized import round_weights, state_of
 from parloom.execute.eager import Limits, is_small
 from parloom.execute.eager_compare import (
     DIFFERS,
@@ -28,6 +29,7 @@ from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph
 
 LARGE = "the model is large; a small copy of it is not made for inference yet"
+DRAWN = 0.1  # the standard deviation of what is added to parameters that are all alike
 Tensors = Mapping[str, Tensor]
 
 
@@ -44,8 +46,10 @@ def compare_inference(
         return EagerReport(NOT_COMPARED, LARGE)
     dtype, tolerance = tolerance_of(graph)
     loaded = build()
-    model = loaded.model.eval()
-    state = {n: t.detach() for n, t in parameters_of(model, graph).items()}
+    model = drawn(loaded.model).eval()
+    graphs = (graph,) if prefill is None else (graph, prefill)
+    state = state_of(model, *graphs)
+    round_weights(model, *graphs)
     with torch.no_grad():
         if prefill is None:
             pairs = list(_forward_pairs(model, state, loaded.batch, graph))
@@ -68,6 +72,20 @@ def compare_inference(
         num_tensors=compared.num_tensors,
         seconds=time.monotonic() - started,
     )
+
+
+def drawn(model: nn.Module) -> nn.Module:
+    """The model, whose parameters of one value alone are drawn: biases and gates that start at zero
+    and norms that start at one would hide that a program leaves them out or adds them twice.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            first = parameter.flatten()[:1]
+            if parameter.is_floating_point() and bool((parameter == first).all()):
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_((noise * DRAWN).to(parameter))
+    return model
 
 
 def _forward_pairs(

@@ -57,6 +57,11 @@ def lowered_programs(plan: Plan, wide: bool = False) -> dict[str, LoweredStages]
     return {DECODE: first, PREFILL: made}
 
 
+def all_programs(plan: Plan) -> tuple[LoweredStages, ...]:
+    """The lowered programs of a plan, of training or of inference: two where there are prompts."""
+    return (lowered(plan),) if plan.inference is None else (*lowered_programs(plan).values(),)
+
+
 def prefill_decisions(plan: Plan) -> Decisions:
     """What a plan decides of its program of prompts."""
     assert plan.inference is not None, "a plan for inference"

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 
+import psutil
 import torch
+from torch import nn
 
-from parloom.capture import fingerprint, load_abstract, load_model, parameters_of
+from parloom.capture import fingerprint, load_abstract, load_model
 from parloom.capture.ambient import check_settings
 from parloom.capture.inference import capture_inference
-from parloom.errors import FingerprintError, NotYetError
+from parloom.capture.quantized import state_of
+from parloom.cost.units import format_bytes
+from parloom.errors import FingerprintError, InputError, NotYetError
 from parloom.execute.eager import VERIFY
-from parloom.execute.eager_inference import compare_inference
+from parloom.execute.eager_inference import compare_inference, drawn
 from parloom.execute.inference import verify_inference
-from parloom.execute.shrink import require_memory
 from parloom.execute.verify import VerifyReport
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph, print_graph
@@ -29,13 +32,13 @@ def prove_inference(plan: Plan, *, small: bool, progress: Callable[[str], None])
     built = {"batch": source.batch, "seq": source.seq, "dtype": source.dtype, "seed": plan.seed}
     progress(f"building {source.spec}")
     loaded = load_abstract(source.spec, **built, limit=0)  # type: ignore[arg-type]
-    require_memory(loaded.model, source.spec)
+    _require_memory(loaded.model, source.spec)
     check_settings(plan.settings)
     torch.set_num_threads(1)  # the ranks are forked
     if fingerprint(loaded.model, loaded.batch) != plan.fingerprint:
         raise FingerprintError(f"the plan was made for another model than {source.spec} is now")
     progress("capturing it")
-    graph, prefill = capture_inference(loaded, inference.new_tokens)
+    graph, prefill = capture_inference(loaded, inference.new_tokens, inference.weights)
     made = print_graph(graph), "" if prefill is None else print_graph(prefill)
     if made != (plan.graph, inference.prefill_graph):
         raise FingerprintError(
@@ -45,10 +48,26 @@ def prove_inference(plan: Plan, *, small: bool, progress: Callable[[str], None])
     progress("comparing it with the module itself")
     # Built anew: a trace may leave something in a model.
     loaded = load_model(source.spec, **built)  # type: ignore[arg-type]
-    tensors = {name: t.detach() for name, t in parameters_of(loaded.model, graph).items()}
+    drawn(loaded.model)  # once more in the comparison: no parameter is all alike any more
+    graphs = (graph,) if prefill is None else (graph, prefill)
+    tensors = {name: t.clone() for name, t in state_of(loaded.model, *graphs).items()}
     eager = compare_inference(lambda: loaded, graph, prefill, inference.new_tokens, VERIFY)
     read = {entry.target for entry in parse_graph(plan.graph).of_kind("batch")}
     read |= {entry.target for entry in prefill.of_kind("batch")} if prefill else set()
     batch = {name: tensor for name, tensor in loaded.batch.items() if name in read}
     report = verify_inference(plan, tensors, batch, say=progress)
     return report.with_eager(eager)
+
+
+def _require_memory(model: nn.Module, spec: str) -> None:
+    """Raise `InputError` where weights in double precision, on one device and on the ranks, are
+    more than this machine's memory.
+    """
+    weights = sum(p.numel() for p in model.parameters())
+    needed, there = 2 * 8 * weights, psutil.virtual_memory().total
+    if needed > there:
+        raise InputError(
+            f"{spec} has {weights:,} parameters; proving it needs {format_bytes(needed)}, this"
+            f" machine has {format_bytes(there)}; plan a smaller model of the same structure and"
+            " verify that: small copies of inference plans are not made yet"
+        )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parloom.capture import load_model
 from parloom.capture.fingerprint import fingerprint
+from parloom.capture.quantized import stored_values, without_scales
 from parloom.errors import FingerprintError, InputError
 from parloom.execute.files import read_plan
 from parloom.execute.inference import inference_programs
@@ -73,8 +74,9 @@ def server_of(plan: Plan, stored: Path | None) -> Server:
         raise FingerprintError(f"the plan was made for another model than {source.spec} is now")
     programs = {name: found.pipeline for name, found in inference_programs(plan).items()}
     comm = comm_of(next(iter(programs.values())).mesh, None, watcher())
-    values = values_of(loaded.model, parse_graph(plan.graph), stored)
-    return Server(programs, values, comm, device)
+    graph = parse_graph(plan.graph)
+    own = values_of(loaded.model, without_scales(graph), stored)
+    return Server(programs, stored_values((graph, _prompts_of(plan)), own), comm, device)
 
 
 def _prompts_of(plan: Plan) -> Graph:

@@ -15,7 +15,7 @@ from parloom.ir.layout import Layout
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2,
-    "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def widened(graph: Graph, to: str = "float64") -> Graph:
     def dtype(name: str) -> str:
         if name == "complex64" and to == "float64":
             return "complex128"
-        real = name in ("float32", "bfloat16", "float16")
+        real = name in ("float32", "bfloat16", "float16", "float8_e4m3fn")
         return to if real and DTYPE_BYTES[name] < DTYPE_BYTES[to] else name
 
     def value(v: Value) -> Value:

@@ -369,7 +369,9 @@ class Inference:
     With `new_tokens` after each prompt the plan's graph is the program of one token, and the first
     of them comes of the `prefill_graph` (as text), which has the same weights and caches where they
     lie and splits operators as `prefill_nodes` say. Without, the plan's graph is all there is.
-    `cache_bytes` are those of the device that has most.
+    `cache_bytes` are those of the device that has most. `steps`: how often the pass of a model that
+    generates no tokens runs for an answer, as a denoiser's does. `weights`: what products have
+    theirs in, int8 or fp8 with a scale for each output channel, where that is not their own dtype.
     """
 
     new_tokens: int = 0
@@ -377,6 +379,8 @@ class Inference:
     prefill_nodes: tuple[NodeDecision, ...] = ()
     prefill: Prediction | None = None
     cache_bytes: int = 0
+    steps: int = 1
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         nodes = _sorted(self.prefill_nodes, lambda n: n.key, "nodes of the prompt's program")
@@ -385,13 +389,13 @@ class Inference:
     def answer_s(self, pass_s: float) -> float:
         """The time of an answer, where a pass of the plan's graph takes so long."""
         if self.prefill is None:
-            return pass_s
+            return self.steps * pass_s
         return self.prefill.step_s + (self.new_tokens - 1) * pass_s
 
     @property
     def passes(self) -> tuple[int, int]:
         """How often the prompt's program runs for an answer, and the plan's own."""
-        return (1, self.new_tokens - 1) if self.new_tokens else (0, 1)
+        return (1, self.new_tokens - 1) if self.new_tokens else (0, self.steps)
 
 
 class Status(StrEnum):
@@ -486,13 +490,15 @@ class Plan(Shown):
             "--dtype": names.get(source.dtype or "", source.dtype),
             "--optimizer": None if self.inference else self.optimizer.name,
             "--new-tokens": (self.inference and self.inference.new_tokens) or None,
+            "--steps": self.inference and self.inference.steps,
+            "--weights": self.inference and self.inference.weights,
             "--method": self.method,
             "--objective": None if self.aim is None else self.aim.objective.value,
-            "--microbatches": self.decisions.num_microbatches,
+            "--microbatches": None if self.inference else self.decisions.num_microbatches,
             "--batch-semantics": self.decisions.batch_semantics,
             "--seed": self.seed,
         }
-        usual = {"--microbatches": 1, "--batch-semantics": GLOBAL, "--seed": 0}
+        usual = {"--microbatches": 1, "--steps": 1, "--batch-semantics": GLOBAL, "--seed": 0}
         if source.is_live:
             given = ((flag[2:].replace("-", "_"), value) for flag, value in flags.items())
             asked = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)

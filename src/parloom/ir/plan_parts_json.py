@@ -68,6 +68,8 @@ def inference_document(inference: Inference) -> dict[str, Any]:
     return {
         "new_tokens": inference.new_tokens,
         "cache_bytes": inference.cache_bytes,
+        "steps": inference.steps,
+        "weights": inference.weights,
         "prefill": prediction_document(inference.prefill),
         "prefill_nodes": nodes_document(inference.prefill_nodes),
         "prefill_sha256": digest(inference.prefill_graph),
@@ -88,4 +90,6 @@ def read_inference(
         nodes,
         read_prediction(document.prefill),
         document.cache_bytes,
+        document.steps,
+        document.weights,
     )

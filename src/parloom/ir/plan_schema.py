@@ -195,6 +195,8 @@ class InferenceDocument(Document):
 
     new_tokens: Index
     cache_bytes: Index
+    steps: Count
+    weights: Literal["int8", "fp8"] | None
     prefill: PredictionDocument | None
     prefill_nodes: dict[Name, dict[Name, list[Name]]]
     prefill_sha256: str

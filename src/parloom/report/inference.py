@@ -88,7 +88,11 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
     rate, unit = rate_of(plan)
     lines = []
     if inference.prefill is None:
-        lines.append(("pass", f"{format_seconds(found.step_s)} ({source})"))
+        times = inference.steps
+        each = "" if times == 1 else f", {times} steps of {format_seconds(found.step_s)} each"
+        lines.append(
+            ("pass" if times == 1 else "latency", f"{format_seconds(answer_s)} ({source}){each}")
+        )
     else:
         prompt_s, times = inference.prefill.step_s, inference.new_tokens - 1
         parts = f"prompts {format_seconds(prompt_s)}, then {times} x {format_seconds(found.step_s)}"

@@ -4,7 +4,8 @@ A zoo model imports torch only, takes the batch's keys as keyword arguments and 
 first. Its module defines `build(*, batch, seq, **sizes)`, whose keyword defaults are the documented
 sizes; `scale` multiplies the widths. Models named after a publication have its sizes by default.
 Where the model of the published FlexFlow and Unity artifacts differs from the one that it is named
-after, NAME_artifact is the artifact's.
+after, NAME_artifact is the artifact's. A diffusion model's network without noise and loss, which
+inference calls once a step, is NAME_denoiser.
 """
 
 from collections.abc import Callable
@@ -51,11 +52,23 @@ _BUILDERS = MappingProxyType(
         "xdl": ("xdl", "build"),
     }
 )
+_DENOISERS = MappingProxyType(
+    {
+        "dit_xl_denoiser": ("dit", "build_denoiser"),
+        "wan_1_3b_denoiser": ("wan", "build_denoiser"),
+        "wan_14b_denoiser": ("wan", "build_14b_denoiser"),
+    }
+)
 
 
 def names() -> tuple[str, ...]:
-    """The models there are, sorted."""
+    """The models that can be trained, sorted."""
     return tuple(sorted(_BUILDERS))
+
+
+def denoisers() -> tuple[str, ...]:
+    """The models that have no loss, which are for inference, sorted."""
+    return tuple(sorted(_DENOISERS))
 
 
 def sizes(name: str) -> dict[str, object]:
@@ -105,6 +118,6 @@ def build(
 
 
 def _builder(name: str) -> Callable[..., Built]:
-    module, function = _BUILDERS[name]
+    module, function = _BUILDERS.get(name) or _DENOISERS[name]
     builder: Callable[..., Built] = getattr(import_module(f"parloom.zoo.{module}"), function)
     return builder

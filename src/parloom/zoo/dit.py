@@ -8,6 +8,7 @@ some are dropped for guidance without a classifier, come with the batch.
 Shape suffixes: B batch, S patches, D width.
 """
 
+from functools import wraps
 from math import log, pi, sqrt
 
 import torch
@@ -211,3 +212,11 @@ def build(
     dropped = rand(batch, generator=g, device="cpu") < 0.1
     found = noised(batch, latent, image, STEPS) | {"labels": labels.masked_fill(dropped, classes)}
     return DiT(denoiser), found
+
+
+@wraps(build, assigned=())
+def build_denoiser(**sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A step of sampling: noisy [batch, latent, image, image], timestep and labels [batch]."""
+    model, batch = build(**sizes)
+    inputs = {"noisy": batch["noise"], "timestep": batch["timestep"], "labels": batch["labels"]}
+    return model.get_submodule("denoiser"), inputs

@@ -9,6 +9,7 @@ the text's encoding, which is that of umT5, come with the batch.
 Shape suffixes: B batch, S patches, T tokens of text, D width, H heads, K head width.
 """
 
+from functools import wraps
 from math import log
 
 from torch import Generator, Tensor, arange, cat, exp, nn, rand, randn, stack
@@ -236,3 +237,25 @@ def build_14b(  # noqa: PLR0913 - one argument per size
         text_width=text_width,
         tokens=tokens,
     )
+
+
+Built = tuple[nn.Module, dict[str, Tensor]]
+
+
+def _alone(built: Built) -> Built:
+    """A step of sampling: noisy [batch, latent, frames, rows, columns], timestep and text."""
+    model, batch = built
+    inputs = {"noisy": batch["noise"], "timestep": STEPS * batch["time"], "text": batch["text"]}
+    return model.get_submodule("denoiser"), inputs
+
+
+@wraps(build, assigned=())
+def build_denoiser(**sizes: int) -> Built:
+    """A step of sampling with the network of 1.3B."""
+    return _alone(build(**sizes))
+
+
+@wraps(build_14b, assigned=())
+def build_14b_denoiser(**sizes: int) -> Built:
+    """A step of sampling with the network of 14B."""
+    return _alone(build_14b(**sizes))

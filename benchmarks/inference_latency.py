@@ -1,0 +1,243 @@
+"""Predicted against measured passes of inference plans on CPU ranks, after `parloom calibrate`.
+
+    python benchmarks/inference_latency.py [--models llama,gpt2,vit] [--ranks 1,2] [--launches 3]
+                                           [--passes 8] [--json F]
+
+A case is a model, a method and a number of ranks of this machine. Its plans are made,
+`parloom calibrate --plan ..` runs on as many ranks, and both of a plan's programs run in several
+launches; a pass counts by its slowest rank, a program by the median of all passes. Run it where
+nothing else runs: the load before each launch is in the table.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cluster_rank import _slowest
+from common import report
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, ViTConfig
+
+from parloom import api
+from parloom.errors import InfeasibleError
+from parloom.execute.files import read_plan
+from parloom.execute.inference import lowered_programs
+from parloom.execute.machine import machine_of
+from parloom.execute.serve import server_of
+from parloom.ir.graph import Graph
+from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph
+from parloom.runtime import Server
+from parloom.runtime.generation import GENERATED, PREFILL
+
+METHODS = ("data_parallel", "megatron")
+BATCH, PROMPT, TOKENS = 4, 64, 64
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    """Models whose passes take milliseconds on a core."""
+    return {
+        "llama": LlamaConfig(
+            hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
+            vocab_size=4096, architectures=["LlamaForCausalLM"],
+        ),
+        "gpt2": GPT2Config(
+            n_embd=512, n_layer=4, n_head=8, vocab_size=4096, bos_token_id=1, eos_token_id=1,
+            architectures=["GPT2LMHeadModel"],
+        ),
+        "vit": ViTConfig(
+            hidden_size=384, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=6,
+            image_size=96, architectures=["ViTForImageClassification"],
+        ),
+    }  # fmt: skip
+
+
+def make_plans(folder: Path, model: str, ranks: int) -> list[Path]:
+    """Write the plans of a model for so many ranks; their folders."""
+    spec = folder / model
+    configs()[model].save_pretrained(spec)
+    asked = {"seq": PROMPT, "new_tokens": TOKENS} if model != "vit" else {}
+    captured = api.capture_inference(str(spec), batch=BATCH, **asked, progress=_say)  # type: ignore[arg-type]
+    made = []
+    for method in METHODS if ranks > 1 else METHODS[:1]:
+        try:
+            plan = api.search_inference(
+                captured, cluster=f"{ranks}xcpu", devices=ranks, method=method, progress=_say
+            )
+        except InfeasibleError as error:
+            _say(f"{model} by {method} on {ranks}: {error}")
+            continue
+        made.append(folder / f"{model}-{method}-{ranks}")
+        api.save(plan, made[-1])
+    return made
+
+
+def predicted(plan: Plan, calibration: Path) -> dict[str, float]:
+    """Seconds of a pass of each program."""
+    machine = machine_of(plan, calibration)
+    return {
+        name: machine.play(program, plan.decisions, plan.optimizer).step_s
+        for name, program in lowered_programs(plan).items()
+    }
+
+
+def launched(ranks: int, *words: str) -> str:
+    """What ranks on this machine print."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        words = ("--no-python", sys.executable, *words)
+    done = subprocess.run(
+        [*command, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+# One rank.
+
+
+def timed(path: Path, passes: int) -> dict[str, list[float]]:
+    """Seconds of the passes of each program after two to warm up, of the slowest rank."""
+    plan = read_plan(path)
+    server = server_of(plan, None)
+    assert plan.inference is not None, "a plan for inference"
+    found = {}
+    for name in lowered_programs(plan):
+        text = plan.inference.prefill_graph if name == PREFILL else plan.graph
+        batch = _batch(parse_graph(text))
+        times = _passes(server, name, batch, passes)
+        found[name] = _slowest(times) if dist.is_initialized() else times
+    return found
+
+
+def _passes(server: Server, name: str, batch: Mapping[str, Tensor], passes: int) -> list[float]:
+    times = []
+    for index in range(2 + passes):
+        if dist.is_initialized():
+            dist.barrier()
+        started = time.perf_counter()
+        server.run(name, batch)
+        if index >= 2:
+            times.append(time.perf_counter() - started)
+    return times
+
+
+def _batch(graph: Graph) -> dict[str, Tensor]:
+    """Tokens, images and the position of a token."""
+    found = {}
+    for entry in graph.of_kind("batch"):
+        spec = entry.value.spec
+        dtype = getattr(torch, spec.dtype)
+        drawn = torch.rand(spec.shape) if spec.is_float else torch.randint(0, 4096, spec.shape)
+        found[entry.target] = drawn.to(dtype)
+        if entry.target == GENERATED:
+            found[entry.target] = torch.tensor(1)
+    return found
+
+
+def run_rank(paths: list[Path], passes: int) -> None:
+    """Time all plans; rank 0 prints a line for each."""
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    for path in paths:
+        times = timed(path, passes)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print("RESULT " + json.dumps({"plan": str(path), "seconds": times}), flush=True)
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # as in cluster_rank.py
+
+
+# The table.
+
+
+def rows_of(folder: Path, model: str, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All plans of a model on so many ranks."""
+    plans = make_plans(folder, model, ranks)
+    calibration = folder / f"{model}-{ranks}.json"
+    given = [word for path in plans for word in ("--plan", str(path))]
+    cluster = f"{ranks}xcpu"
+    launched(
+        ranks, "-m", "parloom", "calibrate", "--cluster", cluster, "--out", str(calibration), *given
+    )
+    measured: dict[tuple[str, str], list[float]] = {}
+    loads = []
+    for _ in range(args.launches):
+        loads.append(os.getloadavg()[0])
+        printed = launched(
+            ranks, str(Path(__file__).resolve()), "--passes", str(args.passes), "--time",
+            *map(str, plans),
+        )  # fmt: skip
+        for line in printed.splitlines():
+            if line.startswith("RESULT "):
+                row = json.loads(line[7:])
+                for name, times in row["seconds"].items():
+                    measured.setdefault((row["plan"], name), []).extend(times)
+    rows = []
+    for path in plans:
+        for name, seconds in predicted(api.load(path), calibration).items():
+            took = statistics.median(measured[str(path), name])
+            rows.append({
+                "plan": path.name, "ranks": ranks, "program": name, "predicted_s": seconds,
+                "measured_s": took, "error": math.log(seconds / took), "loads": loads,
+            })  # fmt: skip
+    return rows
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--models", default="llama,gpt2,vit")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--passes", type=int, default=8)
+    parser.add_argument("--time", type=Path, nargs="+", help="of a rank: the plans to time")
+    parser.add_argument("--json", default=None)
+    args = parser.parse_args()
+    if args.time:
+        run_rank(args.time, args.passes)
+    torch.set_num_threads(1)
+    table: list[dict[str, Any]] = []
+    print("| plan | program | predicted | measured | log error | load |")
+    print("|" + "---|" * 6)
+    with tempfile.TemporaryDirectory(prefix="parloom-inference-") as folder:
+        for ranks in map(int, args.ranks.split(",")):
+            for model in args.models.split(","):
+                for row in rows_of(Path(folder), model, ranks, args):
+                    table.append(row)
+                    print(
+                        f"| {row['plan']} | {row['program']} | {1e3 * row['predicted_s']:.2f} ms |"
+                        f" {1e3 * row['measured_s']:.2f} ms | {row['error']:+.1%} |"
+                        f" {max(row['loads']):.1f} |",
+                        flush=True,
+                    )
+    errors = sorted(abs(row["error"]) for row in table)
+    found = {
+        "rows": len(errors),
+        "median_abs_log_error": statistics.median(errors),
+        "worst": errors[-1],
+    }
+    print(json.dumps(found))
+    report("inference_latency", [*table, found], args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
