@@ -1,4 +1,6 @@
-"""Modules for the comparison with the captured program; each function returns what a factory does."""
+"""Modules for the comparison with the captured program; each function returns what a factory
+does.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -190,7 +190,7 @@ COLUMNS = re.compile(r"(?:qkv|q|k|v|[qkv]_proj|up|fc1)\.(?:weight|bias)$")
 
 
 def columns_cut(graph: Graph, mesh: Mesh) -> Decisions:
-    """Decisions that follow from weights whose columns all axes shard, by heads and hidden units."""
+    """Decisions that follow from weights whose columns all axes shard, by heads and units."""
     names = [e.target for e in graph.of_kind("parameter") if COLUMNS.search(e.target)]
     return inputs_cut(graph, mesh, dict.fromkeys(names, 0))
 

@@ -1,5 +1,6 @@
 """Random pipelines of small captured models, on threads of one process."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from parloom import runtime as rt
 from parloom.comparators.baselines import random_assignment, random_storage
-from parloom.execute.program import CompiledStages, compile_stages
 from parloom.execute.optimizers import make
+from parloom.execute.program import CompiledStages, compile_stages
 from parloom.execute.verify import (
     EPS,
     LEARNING_RATE,
@@ -58,7 +59,7 @@ def even(graph: Graph, count: int) -> list[tuple[str, ...]]:
     """Equally many items for each of `count` stages, in execution order."""
     items = stage_items(graph)
     ends = [round(i * len(items) / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [items[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def randomly_cut(graph: Graph, count: int, rng: random.Random) -> list[tuple[str, ...]]:

@@ -1,5 +1,6 @@
 """Weights of merged products in one memory: what users, optimizers and checkpoints see of them."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -244,7 +245,7 @@ def assert_in_place(one: rt.Trainer) -> None:
         for own in held:
             assert own.has_master or own.owned.data_ptr() == own.stored.data_ptr()
         whole = [own.weight for own in held if own.weight is not None]
-        for before, after in zip(whole, whole[1:], strict=False):
+        for before, after in itertools.pairwise(whole):
             assert before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
             assert before.data_ptr() + before.nbytes == after.data_ptr()
 
@@ -421,7 +422,7 @@ def test_groups_that_cannot_be_are_refused() -> None:
 
 
 def saved(made: rt.Program, folder: Path | None, kept: Path | None) -> dict[str, Any]:
-    """Train, from a checkpoint if there is one, and save: weights, states and what else there is."""
+    """Train, from a checkpoint if there is one, and save: weights, states and all else."""
     torch.set_num_threads(1)
     one = rt.Trainer(
         made,
@@ -437,9 +438,7 @@ def saved(made: rt.Program, folder: Path | None, kept: Path | None) -> dict[str,
     assert_in_place(one)
     if kept is not None:
         checkpoint.save(one, kept).wait()
-    parts = {
-        shard.name: shard.tensor.clone() for shard in one.shards() if made.mesh.num_ranks == 1
-    }
+    parts = {shard.name: shard.tensor.clone() for shard in one.shards() if made.mesh.num_ranks == 1}
     state = one.state_dict()
     one.step(batch())
     return {"state": state, "parts": parts, "after": one.state_dict()}

@@ -1,4 +1,6 @@
-"""Settings of the process: recorded in the plan, compared before each step; contexts are refused."""
+"""Settings of the process: recorded in the plan, compared before each step; contexts are
+refused.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -109,18 +111,14 @@ SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
 class Doubled(TorchFunctionMode):
     """Something that changes what operators compute."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The same below autograd."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
@@ -156,9 +154,7 @@ def made() -> tuple[nn.Module, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def trainer(plan: Plan) -> Trainer:
-    return api.parallelize(
-        made()[0], plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-    )
+    return api.parallelize(made()[0], plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
 
 
 def test_a_plan_made_under_torchs_defaults_has_no_settings(plan: Plan) -> None:
@@ -200,9 +196,7 @@ def test_a_context_around_a_call_is_refused(plan: Plan, trainer: Trainer, name: 
         with pytest.raises(CaptureError, match=rf"{told}.*inside of forward"):
             capture(model, batch)
         with pytest.raises(FingerprintError, match=rf"{told}.*inside of forward"):
-            api.parallelize(
-                made()[0], plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-            )
+            api.parallelize(made()[0], plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1))
     trainer.step(batch)
 
 

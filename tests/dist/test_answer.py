@@ -109,7 +109,7 @@ def shortage(captured: api.Captured, told: list[str]) -> InfeasibleError:
 def test_what_does_not_fit_is_explained_and_what_fits_is_priced(shortage: InfeasibleError) -> None:
     found: dict[str, Any] = dict(shortage.document)
     smallest = found["smallest"]
-    assert TIGHT < smallest["peak_bytes"]
+    assert smallest["peak_bytes"] > TIGHT
     assert 0 < found["least_bytes"] <= smallest["peak_bytes"]
     assert sum(smallest["memory"].values()) == smallest["peak_bytes"]
     assert smallest["tensors"]
@@ -216,7 +216,8 @@ def test_pins_that_contradict_each_other(captured: api.Captured) -> None:
         api.search(captured, cluster=CLUSTER, pin=pins)
     assert caught.value.document == {"pins": [f"--pin {pin}" for pin in pins[1:]]}
     assert str(caught.value) == (
-        "no plan on a mesh of one or two axes holds these 2 together; give up one:\n  --pin layers.0=replicated\n"
+        "no plan on a mesh of one or two axes holds these 2 together; give up one:\n"
+        "  --pin layers.0=replicated\n"
         "  --pin layers.0=n:x"
     )
 
@@ -342,10 +343,10 @@ def test_a_gap_is_compared_with_what_was_asked_for(free: Plan) -> None:
     assert gap is not None
     api.check_gap(free, None)
     api.check_gap(free, gap)
-    with pytest.raises(GapError, match="the gap is .*: ask for less$"):
+    with pytest.raises(GapError, match=r"the gap is .*: ask for less$"):
         api.check_gap(free, gap / 2)
     spent = replace(free, status=Status.OUT_OF_BUDGET)
-    with pytest.raises(GapError, match="ask for less, or a larger --budget$"):
+    with pytest.raises(GapError, match=r"ask for less, or a larger --budget$"):
         api.check_gap(spent, gap / 2)
     with pytest.raises(GapError, match="no bound was proved"):
         api.check_gap(replace(free, bound_s=None), gap)
@@ -405,7 +406,8 @@ def test_a_budget_ends_the_search_at_the_same_place(captured: api.Captured, free
         again = api.search(captured, cluster=CLUSTER, budget=budget)
         assert plan_to_json(found) == plan_to_json(again)
         assert any("(--budget) is used up" in line for line in found.notes)
-        assert found.bound_s is not None and free.bound_s is not None
+        assert found.bound_s is not None
+        assert free.bound_s is not None
         assert 0 < found.bound_s <= free.bound_s  # computing alone
         assert found.solver_gap is None
         assert step_s(found) >= step_s(free)

@@ -27,9 +27,9 @@ from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_passes_ps, least_work_ps, longest_item_ps
-from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pinned import resolve
 from parloom.search.pins import Pin, parse_pin
+from parloom.search.pipelines.alike import AlikeStages
 from parloom.search.pipelines.auto import PipelineSearch, search_pipelines, search_with_pipelines
 from parloom.search.pipelines.judge import JudgedSplit
 from parloom.search.prices import Prices
@@ -191,7 +191,9 @@ def test_the_number_of_stages_is_pinned(count: int, found_small: Plan, two: str)
 
 def test_pinned_stages_that_do_not_fit_say_so() -> None:
     """The pin is to blame, and memory is what it lacks."""
-    with pytest.raises(InfeasibleError, match=r"--memory(.|\n)*give up one:\n  --pin stages=2") as raised:
+    with pytest.raises(
+        InfeasibleError, match=r"--memory(.|\n)*give up one:\n  --pin stages=2"
+    ) as raised:
         api.plan("zoo:mlp", cluster="2xcpu", memory="24MB", pin=["stages=2"], optimizer="adamw")
     assert raised.value.exit_code == 3
 
@@ -214,7 +216,9 @@ def best_with(
 
 
 def test_stages_that_no_plan_has(slow: str) -> None:
-    with pytest.raises(InputError, match=r"stages=300: no plan has so many; the model has \d+ items"):
+    with pytest.raises(
+        InputError, match=r"stages=300: no plan has so many; the model has \d+ items"
+    ):
         api.search(captured(), cluster=slow, pin=["stages=300"])
     with pytest.raises(InputError, match=r"stages=2 and --pin stages=3"):
         api.search(captured(), cluster=slow, pin=["stages=2", "stages=3"])
@@ -243,7 +247,12 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
 
 def test_the_bound_holds_for_pipelines_of_microbatches_by_themselves(tmp_path: Path) -> None:
     """`auto` does not search them, but rules of thumb make some."""
-    there: dict[str, Any] = {"batch": 16, "seq": 32, "optimizer": "sgd", "batch_semantics": "microbatch"}
+    there: dict[str, Any] = {
+        "batch": 16,
+        "seq": 32,
+        "optimizer": "sgd",
+        "batch_semantics": "microbatch",
+    }
     slower = tmp_path / "slower.yaml"
     slower.write_text(CLUSTER.replace("100Mbit/s", "50Mbit/s"))
     plan = api.plan("zoo:gpt", cluster=str(slower), microbatches=8, **there)
@@ -275,8 +284,8 @@ def test_the_longest_item_bounds_groups(slow: str) -> None:
     search = PipelineSearch(contexts, inf, lambda text: None)
     longest_ps = longest_item_ps(contexts)
     for size in (1, 2):
-        for count in (1, 4):
-            search.splits.look_at(size, count)
+        for microbatches in (1, 4):
+            search.splits.look_at(size, microbatches)
     sizes = {split.costs[0].num_devices for split in search.splits.found}
     assert sizes == {1, 2}
     for split in search.splits.found:
@@ -380,8 +389,8 @@ def test_no_pipeline_is_below_the_bound(name: str, slow: str) -> None:
     assert program is not None
     serial_ps = least_passes_ps(program, Prices(program, contexts.walker(mesh), contexts.shared))
     steps: list[int] = []
-    for count in contexts.counts:
-        search.splits.look_at(1, count)  # every split, not only those that promise most
+    for microbatches in contexts.counts:
+        search.splits.look_at(1, microbatches)  # every split, not only those that promise most
     for split in search.splits.found:
         found = search.tried.judge.judge(split)
         if found is not None:

@@ -1,4 +1,6 @@
-"""Microbatches that are computed by themselves equal gradient accumulation with the module itself."""
+"""Microbatches that are computed by themselves equal gradient accumulation with the module
+itself.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,21 +16,21 @@ from torch import Tensor, nn
 from parloom import api
 from parloom.capture import Loaded, capture
 from parloom.capture.microbatch import Split, capture_microbatch, split_of
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, VerifyError
 from parloom.execute.eager_calls import training_calls
 from parloom.execute.eager_compare import DIFFERS, EQUAL, compare
+from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.plan import one_stage, ActivationDecision, Decisions, Plan
+from parloom.ir.plan import ActivationDecision, Decisions, Plan, one_stage
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_decisions, verify_graph
-from parloom.execute.program import compile_pcg
 from parloom.report.words import words
 from parloom.runtime import Program
-from parloom.comparators.baselines import METHODS, random_plan
 from tests import equality
 from tests.dist import lowered
 from tests.dist.lowered import Built, Model
@@ -132,9 +134,7 @@ def test_the_test_sees_buffers_that_are_updated_once_a_step(
         equality, "compile_pcg",
         lambda *given: replace(made := compile_pcg(*given), program=_global(made.program)),
     )  # fmt: skip
-    error, where = difference(
-        accumulated(*built(), 2), parallel(pcg, found.tensors, found.batch)
-    )
+    error, where = difference(accumulated(*built(), 2), parallel(pcg, found.tensors, found.batch))
     assert error > 1e-3
     assert "buffers" in where
 
@@ -272,9 +272,7 @@ def test_a_script_trains_as_accumulation_does(plan: Plan, local: bool) -> None:
 
 
 def test_one_microbatch_is_the_whole_batch(factory: str) -> None:
-    found = api.plan(
-        factory, cluster="2xcpu", method="data_parallel", batch_semantics="microbatch"
-    )
+    found = api.plan(factory, cluster="2xcpu", method="data_parallel", batch_semantics="microbatch")
     assert found.decisions.num_microbatches == 1
     assert not parse_graph(found.graph).sample_dims
 
@@ -317,5 +315,5 @@ def test_ranks_that_samples_of_a_microbatch_do_not_divide_over_do_the_same_work(
 
 
 def test_samples_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(InputError, match="8 samples do not divide into 3 .* counts: 2, 4$"):
+    with pytest.raises(InputError, match=r"8 samples do not divide into 3 .* counts: 2, 4$"):
         capture_microbatch(*built(), 3)

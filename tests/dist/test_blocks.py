@@ -22,7 +22,7 @@ from tests.zoo_sizes import SMALL
 
 TWO = DataSheets(load_cluster("1x2xH100"))
 SGD = Optimizer("sgd", 0)
-STACK = '''
+STACK = """
 import torch
 from torch import Tensor, nn
 
@@ -47,7 +47,7 @@ class Model(nn.Module):
 def make():
     torch.manual_seed(0)
     return Model(), {"x": torch.randn(4096, 16)}
-'''
+"""
 
 
 @cache

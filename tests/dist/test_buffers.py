@@ -8,7 +8,7 @@ from parloom.capture import capture, parameters_of
 from parloom.execute.program import compile_pcg
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
-from parloom.ir.plan import one_stage, Decisions
+from parloom.ir.plan import Decisions, one_stage
 
 STEPS = 4
 

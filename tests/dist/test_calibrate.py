@@ -11,6 +11,7 @@ import torch
 
 from parloom import api, cli, zoo
 from parloom.capture import capture
+from parloom.comparators.baselines import METHODS
 from parloom.cost.calibration import (
     Calibration,
     Product,
@@ -20,9 +21,9 @@ from parloom.cost.calibration import (
     key_of,
     links_of,
 )
+from parloom.cost.cluster_file import read_cluster_text
 from parloom.cost.clusters import load_cluster
 from parloom.cost.local_operators import local_operator
-from parloom.cost.cluster_file import read_cluster_text
 from parloom.cost.measured import calibrated, mismatches, source_of
 from parloom.errors import InputError
 from parloom.execute import calibrate as measuring
@@ -37,7 +38,6 @@ from parloom.ir.pcg import PCG, Compute
 from parloom.ir.regular_parts import regular_parts
 from parloom.runtime import operators as runtime_operators
 from parloom.runtime.comm import SingleGroup
-from parloom.comparators.baselines import METHODS
 from tests.unit.test_adjacent import changed
 from tests.unit.test_adjacent import lowered as merged_products
 from tests.zoo_sizes import small
@@ -221,7 +221,9 @@ def test_a_mixed_cluster_is_measured_type_by_type() -> None:
     assert not slow.collectives
     assert {(c.kind, c.group) for c in found.collectives} == {("send", ((1, 2),))}
     # The mean over all ranks, two of which are fast.
-    means = [(2 * a.seconds + b.seconds) / 3 for a, b in zip(fast.streams, slow.streams)]
+    means = [
+        (2 * a.seconds + b.seconds) / 3 for a, b in zip(fast.streams, slow.streams, strict=True)
+    ]
     assert [s.seconds for s in found.streams] == pytest.approx(means)
     assert calibration_from_json(calibration_to_json(found), "here") == found
 
@@ -230,6 +232,7 @@ def test_stages_are_priced_by_what_was_measured_of_their_type() -> None:
     cluster, _ = read_cluster_text(MIXED, "mixed.yaml")
     pcg = lowered_mlp(64)
     own = calibrate([pcg], None, least_s=1e-3)
+
     def times(factor: float, device: str) -> Calibration:
         operators = (
             replace(o, forward_s=factor * o.forward_s, backward_s=factor * o.backward_s)
@@ -325,7 +328,11 @@ def test_the_command_writes_what_plans_and_simulations_take(
     assert strange["band_s"][1] > document["band_s"][1]
     assert "calibrated on another machine (processor: another, not" in strange["notes"][0]
     for broken, said in (("NaN", "finite number"), ("-1.0", "from 1e-09 to 10 s")):
-        quick.write_text(json.dumps(other | {"launch_s": 0.5}).replace('"launch_s": 0.5', f'"launch_s": {broken}'))
+        quick.write_text(
+            json.dumps(other | {"launch_s": 0.5}).replace(
+                '"launch_s": 0.5', f'"launch_s": {broken}'
+            )
+        )
         for command in (["plan", spec, "--cluster", "2xcpu"], ["simulate", "run"]):
             assert cli.main([*command, *given]) == 2
             assert f"{quick}: launch_s: " in (err := capsys.readouterr().err)

@@ -26,7 +26,6 @@ from parloom.execute.manifest import (
 )
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.safetensors_storage import BoxReader, BoxWriter
-from tests.examples import examples
 from tests.dist.fake_shards import (
     FakeBox,
     FakeShard,
@@ -36,6 +35,7 @@ from tests.dist.fake_shards import (
     simulated_load,
     simulated_save,
 )
+from tests.examples import examples
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool)
 

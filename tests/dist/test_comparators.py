@@ -5,20 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parloom.cost.hardware import DataSheets
+from parloom.candidates import ALGEBRA, COMPARATORS
+from parloom.comparators import tensat
+from parloom.comparators.baselines import data_parallel
+from parloom.comparators.pipelines import item_costs
 from parloom.cost.clusters import load_cluster
+from parloom.cost.hardware import DataSheets
 from parloom.cost.stages import PricedStages, StagePlayer
 from parloom.execute.verify import reference_trace
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.schedules import stage_depths
 from parloom.ir.stages import stage_items
-from parloom.comparators import tensat
-from parloom.comparators.baselines import data_parallel
-from parloom.comparators.pipelines import item_costs
-from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, Optimizer
-from parloom.candidates import ALGEBRA, COMPARATORS
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.request import Request
 from tests.dist import lowered, staged
@@ -107,9 +106,7 @@ def test_stages_hold_what_their_items_hold(optimizer: Optimizer) -> None:
     (plan,) = COMPARATORS["graphpipe"](asked, base, lambda text: None)
     (costs,) = item_costs(asked, base)
     place = {key: index for index, key in enumerate(stage_items(graph))}
-    edges = {
-        (c.source, t) for c in lower_stages(graph, plan).cut.crossings for t in c.targets
-    }
+    edges = {(c.source, t) for c in lower_stages(graph, plan).cut.crossings for t in c.targets}
     depths = stage_depths(len(plan.stages), edges)
     player = StagePlayer(there, optimizer, asked.machine.kernels)
     played = PricedStages(lower_stages(graph, plan), plan.stages, player)

@@ -13,6 +13,9 @@ from torch._dynamo.utils import counters
 from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import METHODS
+from parloom.comparators.configuration import Configuration
+from parloom.comparators.handmade import plan
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import InputError, VerifyError
 from parloom.execute.program import Compiled, compile_pcg
@@ -20,9 +23,6 @@ from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower
 from parloom.rewrite.merge import merges
 from parloom.rewrite.rewrites import rewritten
-from parloom.comparators.baselines import METHODS
-from parloom.comparators.configuration import Configuration
-from parloom.comparators.handmade import plan
 from tests.dist import lowered
 
 ROUTED, MERGED = "experts by all_to_all", "merged products"

@@ -1,4 +1,6 @@
-"""Context parallelism on real processes: rings and gathers, chunks and stripes, equal one device."""
+"""Context parallelism on real processes: rings and gathers, chunks and stripes, equal one
+device.
+"""
 
 from functools import cache
 from typing import Any
@@ -10,17 +12,17 @@ from torch import Tensor, nn
 from parloom import runtime as rt
 from parloom import zoo
 from parloom.capture import capture, fingerprint, parameters_of
-from parloom.ir.text import print_graph
 from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import plan
 from parloom.cost.clusters import load_cluster
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.graph import Graph
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.text import print_graph
 from parloom.runtime import context_parallel
+from parloom.runtime.context_parallel import ALL, BEFORE, COMPARED, UP_TO, Blocks
 from parloom.runtime.work import DONE
 from parloom.search.stripes import with_stripes
-from parloom.runtime.context_parallel import ALL, BEFORE, COMPARED, UP_TO, Blocks
 
 BATCH, SEQ, VOCAB = 4, 16, 24
 
@@ -50,7 +52,14 @@ class Grouped(nn.Module):
 @cache
 def model(name: str) -> tuple[nn.Module, dict[str, Tensor], Graph]:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"batch": BATCH, "seq": SEQ, "vocab": VOCAB, "width": 16, "depth": 2, "heads": 4}
+    sizes: dict[str, Any] = {
+        "batch": BATCH,
+        "seq": SEQ,
+        "vocab": VOCAB,
+        "width": 16,
+        "depth": 2,
+        "heads": 4,
+    }
     if name == "grouped":
         _, batch = zoo.build("gpt", **sizes)
         built: tuple[nn.Module, dict[str, Tensor]] = Grouped(), batch
@@ -95,8 +104,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen"), CASES, ids=[f"{n} {' '.join(c.words)} {c.tensor}x{c.context}" for n, c in CASES]
-)  # fmt: skip
+    ("name", "chosen"),
+    CASES,
+    ids=[f"{n} {' '.join(c.words)} {c.tensor}x{c.context}" for n, c in CASES],
+)
 def test_a_plan_equals_one_device(name: str, chosen: Configuration) -> None:
     report = verified(name, chosen)
     assert report.passed, report.first_difference
@@ -156,9 +167,7 @@ def test_kernel_and_formula_agree_on_a_block(
         places = torch.stack([index, index])
         blocks = Blocks([word, ALL], index, columns, places, 0.5)
         out, sums = context_parallel._forward(q, k, v, blocks, rt.comm.SingleGroup())
-        found = context_parallel._backward(
-            grad, q, k, v, out, sums, blocks, rt.comm.SingleGroup()
-        )
+        found = context_parallel._backward(grad, q, k, v, out, sums, blocks, rt.comm.SingleGroup())
         return [out, sums, *found]
 
     kernel, compared = both(seen), both(COMPARED)

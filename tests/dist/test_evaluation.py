@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from parloom import runtime as rt
 from parloom import zoo
 from parloom.capture import capture, parameters_of
+from parloom.comparators.baselines import data_parallel, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import LayoutError
 from parloom.execute.program import CompiledStages, evaluation_program, training_program
@@ -22,11 +23,10 @@ from parloom.ir.graph import Graph, widened
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, Movement
-from parloom.ir.plan import one_stage, Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Optimizer, Plan, one_stage
 from parloom.ir.text import print_graph
 from parloom.rewrite.pad import paddings
 from parloom.rewrite.rewrites import rewritten
-from parloom.comparators.baselines import data_parallel, random_plan
 from tests.dist import staged
 from tests.dist.test_at_once import merged
 
@@ -263,7 +263,9 @@ def test_the_operators_of_evaluation_alone_lie_like_their_neighbors() -> None:
     model = modes("two_modes")
     (plan,) = data_parallel(model.training, load_cluster("4xcpu"))
     training, evaluation = model.programs(plan)
-    assert evaluation.only.program.inputs == training.only.program.inputs  # a rank's own samples serve both
+    assert (
+        evaluation.only.program.inputs == training.only.program.inputs
+    )  # a rank's own samples serve both
     assert moved(evaluation.only.pcg) == []
     assert evaluation.only.pcg.outputs[0][1].layout == Layout((Shard("data", 0, 3),))
 
@@ -310,7 +312,9 @@ def test_evaluation_has_no_gradients() -> None:
     model = modes("cnn")
     plan = random_plan(model.training, factorize(model.training), MESHES["2x2"], 0)
     _, evaluation = model.programs(plan)
-    values = [v for f in (evaluation.only.pcg.main, *evaluation.only.pcg.functions) for v in f.inputs]
+    values = [
+        v for f in (evaluation.only.pcg.main, *evaluation.only.pcg.functions) for v in f.inputs
+    ]
     assert not any(v.differentiable for v in values)
     rows = {r for r, _ in moved(evaluation.only.pcg)}
     assert not rows & {"replicate", "elect", "combine_varying", "reduce_varying"}

@@ -9,9 +9,9 @@ from rich.console import RenderableType
 
 import parloom
 from parloom import api
+from parloom.cost.clusters import resolve_cluster
 from parloom.errors import FingerprintError, InputError
 from parloom.ir.plan import Plan
-from parloom.cost.clusters import resolve_cluster
 from parloom.report.clusters import cluster_screen
 from parloom.report.output import rendered
 from parloom.report.terminal import plan_screen
@@ -75,7 +75,8 @@ def test_what_does_not_fit_is_compared_too(captured: api.Captured, tmp_path: Pat
     file = tmp_path / "small.yaml"
     file.write_text(
         "name: small\n"
-        "device: {name: tiny, rates: {float32: 1TFLOP/s}, memory: 20MiB, memory_bandwidth: 10GB/s}\n"
+        "device: {name: tiny, rates: {float32: 1TFLOP/s}, memory: 20MiB,"
+        " memory_bandwidth: 10GB/s}\n"
         "levels: [{name: box, size: 4, bandwidth: 1GB/s, latency: 10us}]\n",
         encoding="utf-8",
     )

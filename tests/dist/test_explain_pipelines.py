@@ -1,4 +1,6 @@
-"""Pipelines explained: where their time goes, names in their stages, and what would be next best."""
+"""Pipelines explained: where their time goes, names in their stages, and what would be next
+best.
+"""
 
 import random
 from dataclasses import replace
@@ -9,8 +11,15 @@ import pytest
 import parloom
 from parloom import api
 from parloom.cost.clusters import load_cluster
-from parloom.cost.ledger import BETWEEN, COMPUTING, SLOWEST, WAITING, WAITS, Program
-from parloom.cost.ledger import pipeline_ledger
+from parloom.cost.ledger import (
+    BETWEEN,
+    COMPUTING,
+    SLOWEST,
+    WAITING,
+    WAITS,
+    Program,
+    pipeline_ledger,
+)
 from parloom.cost.measured import Source
 from parloom.cost.stages import StagePlayer, simulate_stages
 from parloom.cost.tasks import COMPUTE
@@ -40,7 +49,9 @@ def case_of(name: str, seed: int, schedule: str = "1f1b") -> PipelineCase:
     cluster = replace(CLUSTER, levels=(replace(CLUSTER.levels[0], size=8), *CLUSTER.levels[1:]))
     programs = lower_stages(graph, plan)
     played = simulate_stages(programs, cluster, plan, PLANNED)
-    saved = Plan(ModelSource("m:f"), "2x4xV100", "0" * 16, PLANNED, "drawn", plan, print_graph(graph))
+    saved = Plan(
+        ModelSource("m:f"), "2x4xV100", "0" * 16, PLANNED, "drawn", plan, print_graph(graph)
+    )
     player = StagePlayer(cluster, PLANNED)
     return PipelineCase(saved, cluster, played, Source("spec", 0.25), programs, player)
 
@@ -82,7 +93,9 @@ def test_every_picosecond_of_every_device_has_a_cause(name: str, schedule: str) 
 def test_the_next_best_way_is_a_plan(name: str, seed: int) -> None:
     """Played as one stage of the others, it takes as long as all of it lowered anew."""
     case = case_of(name, seed)
-    index = max(range(len(case.decisions.stages)), key=lambda i: case.decisions.stages[i].mesh.num_ranks)
+    index = max(
+        range(len(case.decisions.stages)), key=lambda i: case.decisions.stages[i].mesh.num_ranks
+    )
     stage, whole = case.stage(index), case.decisions
     factored, pcg = factorize(stage.pcg.graph), stage.pcg
     tried = 0

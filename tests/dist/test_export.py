@@ -1,6 +1,5 @@
 """Launch files: written for every launcher, and those of torchrun and Slurm start a job."""
 
-import json
 import os
 import runpy
 import socket
@@ -13,8 +12,8 @@ from types import ModuleType
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 import yaml
+from torch._C._distributed_c10d import FileStore
 
 from parloom import cli
 from parloom.execute.files import read_plan

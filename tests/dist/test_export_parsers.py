@@ -72,7 +72,8 @@ if args.use_fsdp:
     own, plugin = ParallelismConfig(), FullyShardedDataParallelPlugin()
     assert own.total_size == args.num_processes
     found["degrees"] = [own.dp_replicate_size, own.dp_shard_size, own.cp_size, own.tp_size]
-    found["reshard"], found["recompute"] = plugin.reshard_after_forward, plugin.activation_checkpointing
+    found["reshard"] = plugin.reshard_after_forward
+    found["recompute"] = plugin.activation_checkpointing
 """
 DEEPSPEED = """
 from types import SimpleNamespace

@@ -43,11 +43,16 @@ def sleep() -> None:
     time.sleep(60)
 
 
-def train(pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path,
-    hurt: Callable[[], None] | None, where: tuple[int, str, int],
+def train(
+    pipeline: rt.Pipeline,
+    tensors: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    folder: Path,
+    hurt: Callable[[], None] | None,
+    where: tuple[int, str, int],
 ) -> float:
-    """Two steps, the second one observed; `where` is a rank, and the n-th action or wait in which it
-    is hurt.
+    """Two steps, the second one observed; `where` is a rank, and the n-th action or wait in which
+    it is hurt.
     """
     victim, what, number = where
     path = folder / "run" / "attempt_0" / str(dist.get_rank()) / "error.json"
@@ -293,9 +298,7 @@ def test_fewer_devices_go_on_with_the_losses_of_all(four: Plan, tmp_path: Path) 
 
 def test_another_method_where_the_plans_own_has_none(four: Plan) -> None:
     said: list[str] = []
-    found = resume.replanned(
-        replace(four, method="gpipe"), resume.Devices("8xcpu", 8), said.append
-    )
+    found = resume.replanned(replace(four, method="gpipe"), resume.Devices("8xcpu", 8), said.append)
     assert found.method == "auto"
     assert any(line.startswith("gpipe has no plan for 8xcpu: gpipe: 6 items") for line in said)
 

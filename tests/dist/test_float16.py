@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from parloom import runtime as rt
 from parloom.capture import capture, parameters_of, program
 from parloom.capture.load import cast_batch, cast_model
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import resolve_cluster
 from parloom.execute.program import compile_pcg, compile_stages
 from parloom.ir.factors import factorize
@@ -21,12 +22,11 @@ from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import grid
-from parloom.ir.plan import one_stage, Decisions
+from parloom.ir.plan import Decisions, one_stage
 from parloom.runtime.spans import Spans
 from parloom.runtime.step import Gradients
-from parloom.comparators.baselines import METHODS, random_plan
-from tests.dist.staged import drawn, even
 from tests.dist.grad_scaler import DECAY, Batches, Run, by_torch, check, train
+from tests.dist.staged import drawn, even
 from tests.zoo_sizes import small
 
 Model = tuple[nn.Module, dict[str, Tensor]]

@@ -1,4 +1,6 @@
-"""`--dtype fp16` from plan to log: prediction, program, proof, steps that are skipped, checkpoint."""
+"""`--dtype fp16` from plan to log: prediction, program, proof, steps that are skipped,
+checkpoint.
+"""
 
 import json
 from dataclasses import replace
@@ -42,7 +44,9 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 def build(dtype: torch.dtype = torch.float16) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, batch = zoo.build("mlp", **SIZES)
-    return model.to(dtype), {n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()}
+    return model.to(dtype), {
+        n: t.to(dtype) if t.is_floating_point() else t for n, t in batch.items()
+    }
 
 
 def test_a_plan_says_what_it_was_cast_to(plans: dict[str, Plan]) -> None:
@@ -52,7 +56,9 @@ def test_a_plan_says_what_it_was_cast_to(plans: dict[str, Plan]) -> None:
     decisions = plan.decisions
     assert (decisions.master_dtype, decisions.reduce_dtype) == ("float32", "float32")
     assert plan_from_json(plan_to_json(plan), "plan.json") == plan
-    assert "the captured program equals the module itself (4 calls, float16" in str(plan.assumptions)
+    assert "the captured program equals the module itself (4 calls, float16" in str(
+        plan.assumptions
+    )
     assert "'unscale'" in api.generate(plan)
     assert "'unscale'" not in api.generate(plans["bf16"])
 

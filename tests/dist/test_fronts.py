@@ -67,16 +67,17 @@ def test_every_part_of_every_cluster_once(captured: api.Captured) -> None:
     ]  # fmt: skip
     dollars = {"1x4xH100": 2.0, "1x2xA100": 1.0, "2x2xA100": 1.0}
     for row in found.rows:
-        assert row.plan is not None and row.plan.usd_per_step is not None
+        assert row.plan is not None
+        assert row.plan.usd_per_step is not None
         usd = row.plan.step_s * row.num_devices * dollars[row.cluster] / 3600
         assert row.plan.usd_per_step == pytest.approx(usd)
     assert found.best is found.pareto[0]
     for row in found.rows:  # nothing on the front is beaten
         for other in found.pareto:
-            assert row.plan is not None and other.plan is not None
-            assert (
-                row.plan.step_s >= other.plan.step_s
-                or (row.plan.usd_per_step or 0) > (other.plan.usd_per_step or 0)
+            assert row.plan is not None
+            assert other.plan is not None
+            assert row.plan.step_s >= other.plan.step_s or (row.plan.usd_per_step or 0) > (
+                other.plan.usd_per_step or 0
             )
 
 
@@ -85,7 +86,8 @@ def test_each_row_is_what_plan_answers(captured: api.Captured) -> None:
     found = fronts.front(captured, alone, silent, asked(method="megatron"))
     for row in found.front.rows:
         plan = api.search(captured, cluster=row.cluster, **asked(method="megatron"))
-        assert plan.prediction is not None and row.plan is not None
+        assert plan.prediction is not None
+        assert row.plan is not None
         assert row.plan.step_s == plan.prediction.step_s
         if row is found.front.best:
             assert found.plan == plan
@@ -99,7 +101,7 @@ def test_a_cluster_without_a_plan_is_a_row_with_the_reason(captured: api.Capture
     assert "no plan fits" in found.rows[0].reason
     document = front_document(found, None)
     assert document["rows"][0]["cost"] is None
-    with pytest.raises(InfeasibleError, match="no cluster has a plan:\n.*no plan fits"):
+    with pytest.raises(InfeasibleError, match=r"no cluster has a plan:\n.*no plan fits"):
         fronts.front(captured, question(SMALL), silent, asked(price=None))
 
 
@@ -131,12 +133,14 @@ def test_the_cheapest_that_is_in_time(captured: api.Captured) -> None:
         if row.plan
     }
     fastest, cheapest = min(takes, key=takes.__getitem__), free.front.best
-    assert cheapest is not None and cheapest.num_devices != fastest  # else this says nothing
+    assert cheapest is not None
+    assert cheapest.num_devices != fastest
     tight = days(takes[fastest])
     assert tight.front.best is not None
     assert tight.front.best.num_devices == fastest
     assert tight.plan.decisions.num_ranks == fastest
-    assert tight.plan.aim is not None and free.plan.aim is not None
+    assert tight.plan.aim is not None
+    assert free.plan.aim is not None
     assert tight.plan.aim.value > free.plan.aim.value
     with pytest.raises(fronts.TooSlowError, match="the fastest takes") as error:
         days(takes[fastest] / 2)
@@ -246,8 +250,6 @@ def test_bad_scaling(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_batch_of_a_factory_does_not_grow(
-    spec: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_of_a_factory_does_not_grow(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["scale", spec, "--cluster", "1x2xA100", "--weak"]) == 2
     assert "a factory makes its own batch" in " ".join(capsys.readouterr().err.split())

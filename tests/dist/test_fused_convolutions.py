@@ -21,7 +21,6 @@ from parloom.ir.plan import Plan
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.horizontal import fusions
 from parloom.rewrite.rewrites import derived, rewritten, takes_of
-from parloom.search.rewritten import made_together
 from parloom.rewrite.take import Take
 from parloom.rewrite.terms import calls_in
 from parloom.search.rewritten import made_together
@@ -140,7 +139,9 @@ class Grouped(nn.Module):
         self.c = nn.Conv2d(6, 18, 3, groups=3)  # of another number of channels out
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        made: Tensor = self.a(x).tanh().sum() + self.b(y).square().mean() + self.c(z).sigmoid().sum()
+        made: Tensor = (
+            self.a(x).tanh().sum() + self.b(y).square().mean() + self.c(z).sigmoid().sum()
+        )
         return made
 
 

@@ -38,7 +38,8 @@ def test_programs_do_what_the_module_does(name: str) -> None:
     assert len(made.decode.updates) == 4  # what an encoder made is read alone
     assert len(made.prefill.updates) == (8 if name == "t5" else 4)
     report = compare_inference(lambda: found.loaded, made.decode, made.prefill, TOKENS, PLAN)
-    assert report.outcome == EQUAL and report.worst < 1e-12, report
+    assert report.outcome == EQUAL, report
+    assert report.worst < 1e-12, report
     assert report.calls == 4
 
 
@@ -110,7 +111,8 @@ def test_stages_have_caches_of_their_own(
 def test_labels_are_no_part_of_one_pass() -> None:
     """Without tokens there is one program, of the outputs."""
     _, graph = passed("vit")
-    assert [e.target for e in graph.of_kind("batch")] == ["pixel_values"] and graph.loss is None
+    assert [e.target for e in graph.of_kind("batch")] == ["pixel_values"]
+    assert graph.loss is None
 
 
 def test_a_cache_that_is_written_elsewhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def test_graphs_that_read_caches_otherwise_are_refused() -> None:
         first, op="neg", args=(Ref(cache.value.name),), kwargs=(), results=(Value("again", spec),)
     )
     main = replace(graph.main, body=(reader, *graph.main.body))
-    with pytest.raises(VerifyError, match="is not read by one parloom.write_cache alone"):
+    with pytest.raises(VerifyError, match=r"is not read by one parloom.write_cache alone"):
         verify_graph(replace(graph, main=main))
 
 
@@ -166,8 +168,8 @@ def test_what_generates_nothing_is_refused() -> None:
     with pytest.raises(InputError, match="generates from 'input_ids' alone"):
         capture_generation(model, batch, 4)
     found = served("llama")
+    table = found.model.get_submodule("model.embed_tokens")
     with pytest.raises((CaptureError, InputError)):
-        table = found.model.get_submodule("model.embed_tokens")
         capture_generation(table, {"input_ids": found.prompts}, 4)
 
 
@@ -175,8 +177,11 @@ def test_the_server_refuses_another_batch() -> None:
     found = served("gpt2")
     programs = inference_programs(found.plan(Decisions(ONE_DEVICE)))
     pipelines = {name: program.pipeline for name, program in programs.items()}
-    server = rt.Server(pipelines, found.tensors, rt.SingleComm(programs["decode"].only.program.mesh))
+    server = rt.Server(
+        pipelines, found.tensors, rt.SingleComm(programs["decode"].only.program.mesh)
+    )
     with pytest.raises(InputError, match=r"'input_ids' of the prefill program is \[4, 8\]"):
         server.generate(torch.zeros(4, 5, dtype=torch.int64), 2)
     made, logits = server.generate(found.prompts, 3)
-    assert made.shape == (4, 3) and len(logits) == 3
+    assert made.shape == (4, 3)
+    assert len(logits) == 3

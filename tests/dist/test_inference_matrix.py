@@ -1,4 +1,6 @@
-"""Every model on one, two and four ranks, by samples, heads, positions and in stages, is the same."""
+"""Every model on one, two and four ranks, by samples, heads, positions and in stages, is the
+same.
+"""
 
 from collections.abc import Mapping
 
@@ -48,7 +50,8 @@ def test_tokens_and_caches(name: str, ranks: int, way: str) -> None:
     plan = found.plan(_decided(graph, ranks, way, DIMS))
     _check_split(plan, ranks, way)
     report = verify_inference(plan, found.tensors, found.loaded.batch)
-    assert report.passed and report.num_ranks == ranks, report
+    assert report.passed, report
+    assert report.num_ranks == ranks, report
 
 
 def _decided(graph: Graph, ranks: int, way: str, dims: Mapping[str, int]) -> Decisions:
@@ -67,7 +70,8 @@ def _check_split(plan: Plan, ranks: int, way: str) -> None:
         pcg = first.only.pcg
         homes = [pcg.homes[e.target] for e in pcg.graph.of_kind(CACHE)]
         for home in homes:
-            assert {s.dim for s in home.shards} == {DIMS[way]} and len(home.shards) == ranks // 2
+            assert {s.dim for s in home.shards} == {DIMS[way]}
+            assert len(home.shards) == ranks // 2
     else:
         assert len(first.stages) == ranks
 
@@ -90,7 +94,8 @@ def test_one_pass(name: str, ranks: int, way: str) -> None:
     assert way in ("whole", "stages") or attention, "attention is split"
     tensors = {n: t.detach() for n, t in parameters_of(loaded.model, graph).items()}
     report = verify_inference(plan_of_pass(graph, chosen), tensors, loaded.batch)
-    assert report.passed and report.num_ranks == ranks, report
+    assert report.passed, report
+    assert report.num_ranks == ranks, report
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -98,7 +103,8 @@ def test_one_pass_is_that_of_the_module(name: str) -> None:
     """Outputs are not zero, as those of a denoiser whose head starts at zero would be."""
     loaded, graph = passed(name)
     report = compare_inference(lambda: loaded, graph, None, 0, PLAN)
-    assert report.outcome == EQUAL and report.worst < 1e-12, report
+    assert report.outcome == EQUAL, report
+    assert report.worst < 1e-12, report
     changed = print_graph(graph).replace("= gelu(", "= silu(").replace(', approximate="tanh"', "")
     other = compare_inference(lambda: loaded, parse_graph(changed), None, 0, PLAN)
     assert other.outcome == DIFFERS
@@ -108,7 +114,8 @@ def test_gates_that_start_at_zero_hide_nothing() -> None:
     """The zoo's denoiser is the identity behind a head of zeros until its weights are drawn."""
     loaded = PASSES["dit"]()
     outputs = loaded.model(**loaded.batch)
-    assert not outputs.any() and drawn(loaded.model)(**loaded.batch).all()
+    assert not outputs.any()
+    assert drawn(loaded.model)(**loaded.batch).all()
 
 
 def test_positions_beside_a_class_token_are_not_cut() -> None:

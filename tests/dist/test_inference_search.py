@@ -37,29 +37,37 @@ def _found(captured: Captured, **asked: object) -> Plan:
 def test_the_answer_is_a_prompt_and_the_tokens_after_its_first(gpt2: Captured) -> None:
     assert any("equals the module itself" in line for line in gpt2.assumptions)
     plan = _found(gpt2, method="megatron", devices=2)
-    assert plan.inference is not None and plan.inference.prefill is not None
-    assert plan.prediction is not None and plan.aim is not None
+    assert plan.inference is not None
+    assert plan.inference.prefill is not None
+    assert plan.prediction is not None
+    assert plan.aim is not None
     answer_s = plan.inference.prefill.step_s + 7 * plan.prediction.step_s
     assert plan.inference.answer_s(plan.prediction.step_s) == pytest.approx(answer_s)
     assert plan.aim.objective is Objective.LATENCY
     assert plan.aim.value == pytest.approx(answer_s)
     rate, unit = rate_of(plan)
-    assert rate == pytest.approx(4 * 8 / answer_s) and unit == "tokens"
+    assert rate == pytest.approx(4 * 8 / answer_s)
+    assert unit == "tokens"
     # Half of the heads of 16 positions of four samples, in float32, keys and values of two layers.
     half = 4 * 16 * 32 * 4 * 2 * 2 // 2
     assert plan.inference.cache_bytes == half
     held = dict(plan.prediction.memory)
-    assert held["buffers"] >= half and not held["gradients"] and not held["optimizer"]
+    assert held["buffers"] >= half
+    assert not held["gradients"]
+    assert not held["optimizer"]
     document = inference_document(plan, "plan.json", 0.0, 0.0)
     assert document["memory"]["cache"] == half
     assert document["passes"] == {"prefill": 1, "step": 7}
     assert {*inference_programs(plan)} == {"decode", "prefill"}
-    assert "--inference" in plan.command() and "--new-tokens 8" in plan.command()
+    assert "--inference" in plan.command()
+    assert "--new-tokens 8" in plan.command()
 
 
 def test_throughput_is_the_time_of_each_token(gpt2: Captured) -> None:
     plan = _found(gpt2, method="data_parallel", objective="throughput")
-    assert plan.inference is not None and plan.prediction is not None and plan.aim is not None
+    assert plan.inference is not None
+    assert plan.prediction is not None
+    assert plan.aim is not None
     each_s = plan.inference.answer_s(plan.prediction.step_s) / (4 * 8)
     assert plan.aim.objective is Objective.THROUGHPUT
     assert plan.aim.value == pytest.approx(each_s)
@@ -96,11 +104,15 @@ def test_questions_of_training_are_refused(gpt2: Captured, tmp_path: Path) -> No
 def test_one_pass_is_searched() -> None:
     """The bound is of the pass alone."""
     captured = api.capture_inference("zoo:mlp", batch=64, progress=_silent)
-    assert captured.prefill is None and captured.graph.loss is None
+    assert captured.prefill is None
+    assert captured.graph.loss is None
     assert [entry.target for entry in captured.graph.of_kind("batch")] == ["x"]
     plan = _found(captured)
-    assert plan.inference is not None and plan.inference.prefill is None
-    assert plan.aim is not None and plan.aim.bound is not None and plan.gap is not None
+    assert plan.inference is not None
+    assert plan.inference.prefill is None
+    assert plan.aim is not None
+    assert plan.aim.bound is not None
+    assert plan.gap is not None
     assert plan.aim.bound <= plan.aim.value
     assert rate_of(plan)[1] == "samples"
 
@@ -112,13 +124,18 @@ def test_steps_of_a_denoiser() -> None:
         api.capture_inference("zoo:mlp", new_tokens=2, steps=2, progress=_silent)
     one, many = (api.capture_inference("zoo:mlp", **sizes, steps=n) for n in (None, 50))  # type: ignore[arg-type]
     first, plan = (_found(captured, method="data_parallel") for captured in (one, many))
-    assert plan.inference is not None and plan.prediction is not None and plan.aim is not None
-    assert first.aim is not None and plan.aim.value == pytest.approx(50 * first.aim.value)
-    assert plan.inference.steps == 50 and plan.inference.passes == (0, 50)
+    assert plan.inference is not None
+    assert plan.prediction is not None
+    assert plan.aim is not None
+    assert first.aim is not None
+    assert plan.aim.value == pytest.approx(50 * first.aim.value)
+    assert plan.inference.steps == 50
+    assert plan.inference.passes == (0, 50)
     document = inference_document(plan, "plan.json", 0.0, 0.0)
     assert document["latency_s"] == pytest.approx(50 * plan.prediction.step_s)
     assert document["passes"] == {"prefill": 0, "step": 50}
-    assert "--steps 50" in plan.command() and "--steps" not in first.command()
+    assert "--steps 50" in plan.command()
+    assert "--steps" not in first.command()
     assert plan_from_json(plan_to_json(plan), "plan") == plan
 
 

@@ -96,7 +96,7 @@ def test_signals_end_what_this_process_forks_later(tmp_path: Path, said: Said) -
     before = [signal.getsignal(number) for number in launch.HANDLED]
     with pytest.MonkeyPatch.context() as patched:
         kept: list[object] = []
-        torchelastic = launch._launch  # noqa: SLF001 - to see that there is something to give back
+        torchelastic = launch._launch
 
         def watched(*given: Any) -> int:
             code = torchelastic(*given)
@@ -119,7 +119,8 @@ def test_a_script_ends_as_it_would_alone(tmp_path: Path, said: Said) -> None:
         "atexit.register(late, 'handler')\n"
         "threading.Thread(target=late, args=('thread',)).start()\n"
         # The first rank that fails ends the others: it waits for what rank 0 writes at its end.
-        "while RANK and not all(os.path.exists(sys.argv[1] + w) for w in ('handler0', 'thread0')):\n"
+        "there = ('handler0', 'thread0')\n"
+        "while RANK and not all(os.path.exists(sys.argv[1] + w) for w in there):\n"
         "    time.sleep(0.05)\n"
         "sys.exit(RANK and 3)\n"
     )

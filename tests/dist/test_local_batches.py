@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from parloom import runtime as rt
+from parloom.comparators.baselines import data_parallel, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.execute.program import compile_pcg
@@ -22,9 +23,8 @@ from parloom.ir.mesh import grid
 from parloom.ir.samples import sample_dims
 from parloom.runtime import batches as batches_module
 from parloom.runtime import trainer as trainer_module
-from parloom.comparators.baselines import data_parallel, random_plan
-from tests.examples import examples
 from tests.dist import lowered
+from tests.examples import examples
 
 SIZE = 8
 Batch = dict[str, Tensor]

@@ -1,4 +1,6 @@
-"""Numbers of steps in the tools that teams keep their runs in; a tool that fails ends no training."""
+"""Numbers of steps in the tools that teams keep their runs in; a tool that fails ends no
+training.
+"""
 
 import sys
 from collections.abc import Callable

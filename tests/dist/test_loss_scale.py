@@ -159,7 +159,9 @@ def spoiled(one: rt.Trainer, rank: int, value: float) -> None:
     def spoil() -> None:
         finish()
         if one.comm.rank == rank:
-            owned = [h.owned.grad for h in one.parts[0].store.helds.values() if h.owned.grad is not None]
+            owned = [
+                h.owned.grad for h in one.parts[0].store.helds.values() if h.owned.grad is not None
+            ]
             next(g for g in owned if g.numel()).view(-1)[0] = value
 
     one.parts[0].store.finish_gradients = spoil  # type: ignore[method-assign]
@@ -224,9 +226,7 @@ def resume(name: str, folder: Path) -> Run:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("zero3_2", "tensor_2"), ("data_2", "late_loss_4")])
-def test_scale_and_its_count_are_in_the_checkpoint(
-    saved: str, loaded: str, tmp_path: Path
-) -> None:
+def test_scale_and_its_count_are_in_the_checkpoint(saved: str, loaded: str, tmp_path: Path) -> None:
     """One good step was counted when it was saved: the scale grows after two more."""
 
     def ranks(name: str) -> int:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from parloom.comparators.baselines import random_plan
 from parloom.errors import LayoutError
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.moves import ADJOINTS
 from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG, Movement
-from parloom.ir.plan import one_stage, Decisions, NodeDecision
-from parloom.comparators.baselines import random_plan
+from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from tests.dist import lowered
 from tests.dist.lowered import MESHES, Model
 from tests.equality import TOLERANCE

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parloom.comparators.baselines import data_parallel, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import LayoutError
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import Movement
-from parloom.comparators.baselines import data_parallel, random_plan
 from tests.dist.lowered import of
 
 LIMIT = 1e-9

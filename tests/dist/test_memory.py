@@ -19,7 +19,7 @@ from parloom.execute.program import compile_pcg
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import grid
 from parloom.ir.plan import (
     ActivationDecision,
     Decisions,
@@ -32,8 +32,7 @@ from parloom.ir.plan import (
 from parloom.ir.verify import POLICIES
 from parloom.runtime import DistributedComm, Program, SingleComm, Trainer, required_groups
 from tests.dist.allocations import allocated
-from tests.zoo_sizes import SMALL, small
-
+from tests.zoo_sizes import SMALL
 
 BERT: dict[str, Any] = {
     "batch": 8,

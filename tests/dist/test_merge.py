@@ -65,9 +65,7 @@ class Dilated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = (
-            nn.Conv2d(6, n, (4, 3), padding="same", dilation=(1, 2)) for n in (12, 6)
-        )
+        self.a, self.b = (nn.Conv2d(6, n, (4, 3), padding="same", dilation=(1, 2)) for n in (12, 6))
         self.c = nn.Conv2d(6, 12, (4, 3), padding="same", dilation=2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +208,8 @@ def test_a_sum_of_products_is_the_product_of_what_is_joined(seed: int) -> None:
     weight = node.refs[1]
     parts = Term("split_with_sizes", (Name(weight), (8, 4), -1))
     sums = [
-        Term("linear", (Name(name), replace(parts, result=i))) for i, name in enumerate((one, other))
+        Term("linear", (Name(name), replace(parts, result=i)))
+        for i, name in enumerate((one, other))
     ]
     take = Take("main", (node.results[0].name,), Term("add", tuple(sums)), ("sum",))
     found = rewritten(graph, [str(take)])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parloom import runtime as rt
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.errors import LayoutError
 from parloom.execute.verify import reference_trace
@@ -20,8 +21,7 @@ from parloom.ir.lower import lower
 from parloom.ir.lower_body import Body
 from parloom.ir.mesh import grid
 from parloom.ir.pcg import PCG, TIME, Compute, Movement
-from parloom.ir.plan import one_stage, ActivationDecision, Decisions
-from parloom.comparators.baselines import METHODS, random_plan
+from parloom.ir.plan import ActivationDecision, Decisions, one_stage
 from tests.dist import staged
 from tests.dist.lowered import Built, Model, of
 from tests.equality import TOLERANCE
@@ -121,9 +121,7 @@ def moved_over_time(pcg: PCG) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("method", "count"), [("data_parallel", 4), ("fsdp", 2), ("megatron", 2)]
-)
+@pytest.mark.parametrize(("method", "count"), [("data_parallel", 4), ("fsdp", 2), ("megatron", 2)])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_is_expanded_over_the_batch_is_cut_in_time(name: str, method: str, count: int) -> None:
     found = model(name)
@@ -170,7 +168,12 @@ class Penalty(nn.Module):
         aside = aside + torch.tensor(7) + (self.offset > 0).sum()
         aside = aside + (self.offset > 0).any()
         loss = torch.add(0.5 * x.square().mean() + 3.0, aside, alpha=0.1)
-        return 1e-3 * norm + (2 - loss) - 0.01 * total.sum() - torch.sub(self.offset.sum(), loss, alpha=2)
+        return (
+            1e-3 * norm
+            + (2 - loss)
+            - 0.01 * total.sum()
+            - torch.sub(self.offset.sum(), loss, alpha=2)
+        )
 
 
 @cache
@@ -308,8 +311,12 @@ def test_samples_lie_in_any_dim_and_a_shared_input_is_whole(count: int) -> None:
 def test_a_count_that_does_not_divide_names_those_that_do() -> None:
     found = model("positions")
     decisions = next(METHODS["data_parallel"](found.graph, load_cluster("2xcpu"), 1, 0))
-    told = r"the 8 samples of input 'x' \(dim 0\) do not divide into 3 microbatches x 2 data-parallel"
-    with pytest.raises(LayoutError, match=told + r".*nearest legal counts: 2, 4 \(4 samples per rank"):
+    told = (
+        r"the 8 samples of input 'x' \(dim 0\) do not divide into 3 microbatches x 2 data-parallel"
+    )
+    with pytest.raises(
+        LayoutError, match=told + r".*nearest legal counts: 2, 4 \(4 samples per rank"
+    ):
         lower(found.graph, replace(decisions, num_microbatches=3))
 
 

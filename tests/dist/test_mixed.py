@@ -156,9 +156,7 @@ def test_no_split_is_below_the_bound(two: str, found: Plan) -> None:
             )
             plan = Decisions(stages, num_microbatches=8, schedule="1f1b")
             lowered = lower_stages(graph, plan, factored=factored)
-            steps.append(
-                simulate_stages(lowered, request.cluster, plan, request.optimizer).step_ps
-            )
+            steps.append(simulate_stages(lowered, request.cluster, plan, request.optimizer).step_ps)
     assert bound_ps <= min(steps)
     assert bound_ps > min(steps) / 4
     assert found.prediction is not None
@@ -228,7 +226,8 @@ def test_whale_has_stages_on_all_parts(two: str) -> None:
     for plan in proposed.found:
         assert _used(plan) == {0, 1, 2}
         first, second = (
-            sum(item.startswith("blocks") for item in stage.items) for stage in plan.decisions.stages
+            sum(item.startswith("blocks") for item in stage.items)
+            for stage in plan.decisions.stages
         )
         assert first > second
 

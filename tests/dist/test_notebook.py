@@ -1,4 +1,6 @@
-"""Models that the caller holds: planned and proved as they are; plans and others draw themselves."""
+"""Models that the caller holds: planned and proved as they are; plans and others draw
+themselves.
+"""
 
 import io
 from pathlib import Path
@@ -58,7 +60,9 @@ def test_planning_changes_nothing_of_the_model() -> None:
     model, batch = made()
     model.eval()
     (model(batch["x"]).sum()).backward()
-    before = {n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None}
+    before = {
+        n: (p.clone(), p.grad.clone()) for n, p in model.named_parameters() if p.grad is not None
+    }
     state = torch.random.get_rng_state()
     parloom.plan(model, batch, torch.optim.SGD, "2xcpu", loss=loss_of, method="data_parallel")
     assert torch.equal(state, torch.random.get_rng_state())
@@ -73,7 +77,9 @@ def test_planning_changes_nothing_of_the_model() -> None:
 def test_it_trains_under_its_plan() -> None:
     model, batch = made()
     expected = loss_of(model(batch["x"]), batch).item()
-    plan = parloom.plan(model, batch, torch.optim.SGD, "1xcpu", loss=loss_of, method="data_parallel")
+    plan = parloom.plan(
+        model, batch, torch.optim.SGD, "1xcpu", loss=loss_of, method="data_parallel"
+    )
     trainer = parloom.parallelize(
         model, plan, optimizer=lambda named: torch.optim.SGD(named, lr=0.1), loss=loss_of
     )
@@ -90,7 +96,9 @@ def test_another_model_of_the_class_is_no_proof(held: tuple[Plan, Net, dict[str,
 
 def test_a_model_that_is_gone_is_said() -> None:
     model, batch = made()
-    plan = parloom.plan(model, batch, torch.optim.SGD, "1xcpu", loss=loss_of, method="data_parallel")
+    plan = parloom.plan(
+        model, batch, torch.optim.SGD, "1xcpu", loss=loss_of, method="data_parallel"
+    )
     del model
     with pytest.raises(InputError, match="Net that lived in another process, or is gone"):
         parloom.verify(plan)
@@ -105,7 +113,7 @@ def test_a_function_that_can_be_imported_is_named() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((lambda: made(), None), "cannot import: call it"),
+        ((made, None), "cannot import: call it"),
         ((3, None), "the model is a int"),
         ((made()[0], 8), "a dict of tensors, its keyword arguments; got 8"),
         ((made()[0], torch.ones(999)), "its keyword arguments; got Tensor"),
@@ -121,7 +129,7 @@ def test_what_is_refused(given: tuple[Any, Any], message: str) -> None:
 
 def test_an_optimizer_that_only_a_call_would_tell_is_refused() -> None:
     with pytest.raises(InputError, match="only a call would tell"):
-        parloom.plan(*made(), lambda named: torch.optim.SGD(named), "2xcpu", loss=loss_of)
+        parloom.plan(*made(), torch.optim.SGD, "2xcpu", loss=loss_of)
 
 
 def test_everything_draws_itself(held: tuple[Plan, Net, dict[str, Tensor]], tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parloom.capture import capture
+from parloom.comparators.baselines import METHODS, random_plan
 from parloom.cost.clusters import load_cluster
 from parloom.ir.lower import lower
 from parloom.ir.mesh import grid
 from parloom.ir.pcg_text import print_pcg
-from parloom.ir.plan import one_stage, Decisions, NodeDecision
-from parloom.comparators.baselines import METHODS, random_plan
+from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from tests.capture.models import assert_equal
 from tests.dist.lowered import MESHES, of
 from tests.equality import TOLERANCE
@@ -279,6 +279,8 @@ def test_what_is_ignored_counts_nothing_though_it_is_infinite(
     model = of(Choices(smoothing, weighted), batch)
     split = {"c": tuple(axes)} | ({} if axes == "xy" else {"n": ("y" if axes == "x" else "x",)})
     (node,) = [n for _, n in model.graph.unfolded() if n.op == "cross_entropy_loss"]
-    plan = Decisions(one_stage(grid({"x": 2, "y": 2})), (NodeDecision(node.key, tuple(split.items())),))
+    plan = Decisions(
+        one_stage(grid({"x": 2, "y": 2})), (NodeDecision(node.key, tuple(split.items())),)
+    )
     error, where = model.error(plan)
     assert error <= TOLERANCE, where

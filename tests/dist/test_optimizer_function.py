@@ -26,7 +26,9 @@ LAYOUTS = {
 SHARDED = [name for name in LAYOUTS if name != "data_parallel"]
 
 
-def assert_equal_to_one_device(layout: str, maker: Callable[[Named], Optimizer], **options: Any) -> None:
+def assert_equal_to_one_device(
+    layout: str, maker: Callable[[Named], Optimizer], **options: Any
+) -> None:
     """Four ranks end with the weights of one device."""
     made = mlp.program(MESH, LAYOUTS[layout])
     expected = mlp.single_device(maker)
@@ -107,7 +109,9 @@ def only_large(named: Named) -> Optimizer:
 
 @pytest.mark.parametrize("layout", ["zero1", "zero2", "fsdp", "tensor and fsdp"])
 def test_groups_by_the_size_of_parts(layout: str) -> None:
-    with pytest.raises(InputError, match=r"group 0 by its whole shape \[12, 6\], and in group 1 by"):
+    with pytest.raises(
+        InputError, match=r"group 0 by its whole shape \[12, 6\], and in group 1 by"
+    ):
         assert_equal_to_one_device(layout, large_first)
     with pytest.raises(InputError, match=r"group 0 by its whole shape .* no group by this rank"):
         assert_equal_to_one_device(layout, only_large)
@@ -123,7 +127,7 @@ def test_empty_parts() -> None:
         return SGD([{"params": [p], "lr": 0.1 / p.numel()} for _, p in named], lr=0.1)
 
     assert_equal_to_one_device("data_parallel", maker)
-    with pytest.raises(InputError, match="this rank's parts .* may be empty .ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"this rank's parts .* may be empty .ZeroDivisionError"):
         assert_equal_to_one_device("fsdp", maker)
 
 
@@ -289,4 +293,6 @@ def test_step_hooks_of_wholes(maker: Callable[[Named], Optimizer]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_name_left_out_is_left_alone(layout: str) -> None:
-    assert_equal_to_one_device(layout, lambda named: SGD([p for n, p in named if n != "up.weight"], lr=0.1))
+    assert_equal_to_one_device(
+        layout, lambda named: SGD([p for n, p in named if n != "up.weight"], lr=0.1)
+    )

@@ -166,7 +166,8 @@ def test_a_loss_function_that_is_left_out_is_told(tmp_path: Path) -> None:
         "import torch\n"
         "def build():\n"
         "    batch = {'input': torch.randn(4, 3), 'y': torch.randn(4, 2)}\n"
-        "    return torch.nn.Linear(3, 2), batch, lambda out, batch: (out - batch['y']).square().mean()\n"
+        "    loss = lambda out, batch: (out - batch['y']).square().mean()\n"
+        "    return torch.nn.Linear(3, 2), batch, loss\n"
     )
     plan = api.plan(f"{path}:build", cluster="1xcpu", method="data_parallel")
     with pytest.raises(FingerprintError, match=r"'y'.* loss .*parallelize\(\.\.\., loss=\.\.\.\)"):

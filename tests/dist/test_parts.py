@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from parloom import api, cli
-from parloom.errors import InputError, LaunchError, VerifyError
+from parloom.errors import InputError, LaunchError
 from parloom.execute.startup import check_world_size
 
 FACTORY = """
@@ -51,7 +51,7 @@ def test_devices_that_are_asked_for_are_used(captured: api.Captured, method: str
     # `auto` leaves the second device idle.
     assert (cost.step_s < found.prediction.step_s) == (method == "fsdp")
     assert found.command().endswith("--devices 2")
-    with pytest.raises(InputError, match="3 devices are no part of .*; a plan uses 4, 2, 1 of"):
+    with pytest.raises(InputError, match=r"3 devices are no part of .*; a plan uses 4, 2, 1 of"):
         api.search(captured, cluster=CLUSTER, devices=3)
 
 

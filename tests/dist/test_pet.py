@@ -33,7 +33,9 @@ def vocoder() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_a_corrected_program_is_planned_and_proved() -> None:
     """The signal is not copied to be padded: two ends of six places are."""
     captured = api.capture(f"{__file__}:vocoder", optimizer="adamw")
-    plans = {method: api.search(captured, cluster="2xcpu", method=method) for method in ("taso", "pet")}
+    plans = {
+        method: api.search(captured, cluster="2xcpu", method=method) for method in ("taso", "pet")
+    }
     assert plans["taso"].decisions.rewrites == ()
     (text,) = plans["pet"].decisions.rewrites
     assert text.startswith("take last in main by pad_conv1d_split_with_sizes_cat_")
@@ -43,7 +45,9 @@ def test_a_corrected_program_is_planned_and_proved() -> None:
     assert taso is not None
     assert pet.step_s < 0.9 * taso.step_s
     assert api.verify(plans["pet"]).passed
-    wrong = text.replace("(6, 4090), -1)[0]", "(7, 4089), -1)[0]").replace("(3, 3), -1)[0]", "(3, 4), -1)[0]")
+    wrong = text.replace("(6, 4090), -1)[0]", "(7, 4089), -1)[0]").replace(
+        "(3, 3), -1)[0]", "(3, 4), -1)[0]"
+    )
     for other in (wrong, text.replace("'reflect'", "'replicate'")):
         with pytest.raises(InputError, match="does not follow from"):
             derived(captured.graph, (other,))

@@ -1,7 +1,7 @@
 """Pipelines against one device: every loss, gradient, weight and buffer over three steps."""
 
-import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from parloom import api, zoo
 from parloom import runtime as rt
 from parloom.comparators.baselines import plain
 from parloom.cost.clusters import load_cluster
@@ -20,8 +19,7 @@ from parloom.execute import checkpoint
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.verify import assemble, compare, reference_trace, train_rank
 from parloom.ir.graph import Call, Graph
-from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import ActivationDecision, Decisions, ParameterDecision, Stage, Storage
+from parloom.ir.plan import ActivationDecision, Decisions, Stage
 from parloom.ir.stages import cut, item_key, stage_items
 from parloom.runtime import transfers
 from parloom.runtime.shared import SHARED, SharedParameters
@@ -32,7 +30,6 @@ from parloom.runtime.work import Work
 from tests.dist import lowered, staged
 from tests.dist.allocations import Allocations
 from tests.dist.staged import drawn, even, pipeline_of, randomly_cut
-
 
 
 def assert_proved(name: str, decisions: Decisions) -> None:
@@ -60,7 +57,9 @@ def test_more_stages_than_two(name: str) -> None:
         sizes = [2, 1, 2, 1]
         assert_proved(
             name,
-            drawn(graph, even(graph, 4), sizes, schedule=schedule, num_microbatches=count, seed=seed),
+            drawn(
+                graph, even(graph, 4), sizes, schedule=schedule, num_microbatches=count, seed=seed
+            ),
         )
 
 
@@ -81,7 +80,9 @@ def test_several_values_for_several_stages_of_a_rank() -> None:
     for seed in range(6):
         stages = randomly_cut(graph, 4, random.Random(seed))
         if len(stages) == 4:
-            assert_proved("dlrm", drawn(graph, stages, [2, 1], schedule="interleaved_1f1b", chunks=2))
+            assert_proved(
+                "dlrm", drawn(graph, stages, [2, 1], schedule="interleaved_1f1b", chunks=2)
+            )
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -197,7 +198,9 @@ def test_the_halves_of_a_backward_pass() -> None:
     """The first half makes no gradient of a weight that one operator reads, the second no other."""
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    first, second, twice = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in "abc")
+    first, second, twice = (
+        torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in "abc"
+    )
 
     def loss() -> Tensor:
         hidden = torch.tanh(x @ first.t()) @ twice
@@ -351,15 +354,17 @@ def test_clipping_and_state_are_those_of_one_stage() -> None:
         (lambda s: [s[0], (*s[1], "head:linear#7")], "the model has no item 'head:linear#7'"),
     ],
 )  # fmt: skip
-def test_stages_that_are_no_cut(change, said: str) -> None:  # type: ignore[no-untyped-def]
+def test_stages_that_are_no_cut(change: Callable[[Any], Any], said: str) -> None:
     graph = lowered.model("gpt").graph
     with pytest.raises(LayoutError, match=said):
         cut(graph, change(even(graph, 2)))
 
 
-
 def interrupted(
-    pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path | None,
+    pipeline: rt.Pipeline,
+    tensors: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    folder: Path | None,
     steps: int,
 ) -> dict[str, Tensor]:
     """Train on, from the checkpoint if there is one, and save what comes of it."""
@@ -389,7 +394,9 @@ def test_checkpoints_of_a_pipeline_load_under_any_plan_and_back(tmp_path: Path) 
     plans = {
         "pipeline": drawn(model.graph, stages, [1, 2, 2], schedule="zb_h1", num_microbatches=2),
         "one device": Decisions(),
-        "other stages": drawn(model.graph, even(model.graph, 2), [2, 1], num_microbatches=4, seed=3),
+        "other stages": drawn(
+            model.graph, even(model.graph, 2), [2, 1], num_microbatches=4, seed=3
+        ),
     }
     pipelines = {name: staged.compiled(model, plan).pipeline for name, plan in plans.items()}
 
@@ -502,9 +509,7 @@ def test_local_batches_of_stages(sizes: tuple[int, int]) -> None:
     """Stages that cut samples alike take local batches; where they do not, the global one."""
     model = lowered.model("gpt")
     graph, items = model.graph, stage_items(model.graph)
-    whole = {
-        n: next(plain("data_parallel", graph, load_cluster(f"{n}xcpu"))) for n in set(sizes)
-    }
+    whole = {n: next(plain("data_parallel", graph, load_cluster(f"{n}xcpu"))) for n in set(sizes)}
     begins = (0, sizes[0])
     stages = tuple(
         Stage(own, (range(begin, begin + n),), whole[n].mesh)

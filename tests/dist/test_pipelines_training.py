@@ -27,7 +27,6 @@ from parloom.runtime.passes import Passes
 from parloom.runtime.spans import ActionSpan
 from tests.dist import lowered, staged
 
-
 LATE_S = 0.2
 
 
@@ -47,7 +46,10 @@ class Frozen(nn.Module):
 
 
 def frozen_run(
-    pipeline: rt.Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor], folder: Path,
+    pipeline: rt.Pipeline,
+    tensors: dict[str, Tensor],
+    batch: dict[str, Tensor],
+    folder: Path,
     scale: float,
 ) -> tuple[float, dict[str, Tensor], list[float]]:
     """Save the first time; then start from other weights, load, and train."""
@@ -99,7 +101,7 @@ def test_checkpoints_have_what_nobody_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [n for n, entry in OPTIMIZERS.items() if not entry.why_whole])
 def test_the_state_of_each_optimizer_is_saved_and_loaded(name: str) -> None:
-    """Stages begin with stand-ins of each other's parameters, some of which have a state at once."""
+    """Stages begin with stand-ins of each other's parameters, some with a state at once."""
     model = lowered.of(Frozen(), {"x": torch.randn(8, 4)})
     stages = staged.even(model.graph, 2)
     pipeline = staged.compiled(model, staged.drawn(model.graph, stages, [1, 2])).pipeline
@@ -231,9 +233,7 @@ def four_steps(folder: Path) -> None:
 
 
 def test_observed_steps_tell_when_stages_ran_and_waited(tmp_path: Path) -> None:
-    plan = api.plan(
-        "zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe", microbatches=2
-    )
+    plan = api.plan("zoo:mlp", batch=16, cluster="2xcpu", devices=2, method="gpipe", microbatches=2)
     assert len(plan.decisions.stages) == 2
     assert plan.prediction is not None
     assert len(plan.prediction.waits_s) == 2

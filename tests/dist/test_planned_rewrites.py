@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Unequal(nn.Module):
-    """Products of one operand, of unequal widths: apart and as one, their dims have other factors."""
+    """Products of one operand, of unequal widths: as one, their dims have other factors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,9 +395,7 @@ def in_stages(plan: Plan, *at: int, rewrites: tuple[str, ...] | None = None) -> 
     rewrites = plan.decisions.rewrites if rewrites is None else rewrites
     items = stage_items(rewritten(parse_graph(plan.graph), rewrites))
     ends = zip((0, *at), (*at, len(items)), strict=True)
-    stages = tuple(
-        Stage(items[a:b], (range(i, i + 1),), Mesh(())) for i, (a, b) in enumerate(ends)
-    )
+    stages = tuple(Stage(items[a:b], (range(i, i + 1),), Mesh(())) for i, (a, b) in enumerate(ends))
     made = Decisions(stages, num_microbatches=4, schedule="1f1b", rewrites=rewrites)
     return replace(plan, cluster="1x2xV100", decisions=made, prediction=None, constraints=())
 
@@ -426,7 +424,9 @@ def test_explain_says_what_rewrites_save_in_pipelines(name: str) -> None:
     # On one device each there are no other ways: the same pipeline of the model as it is.
     plain = in_stages(planned(name), without_it, rewrites=())
     assert found["saved_s"] == pytest.approx(step_s(plain) - step_s(plan), abs=1e-12)
-    assert found["saved_s"] != pytest.approx(step_s(in_stages(planned(name), 1 + without_it, rewrites=())) - step_s(plan), abs=1e-12)
+    assert found["saved_s"] != pytest.approx(
+        step_s(in_stages(planned(name), 1 + without_it, rewrites=())) - step_s(plan), abs=1e-12
+    )
     assert found["stages"]
     shown = rendered(answer.screen, 200)
     assert "against the plan without it" in shown

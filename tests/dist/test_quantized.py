@@ -207,9 +207,7 @@ def proof(model: Model, decisions: Decisions) -> VerifyReport:
     return compare(replace(expected, addends=quantizer.exact), got, pipeline.num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("name", "seed"), [*(("mlp", seed) for seed in range(6)), ("gpt", 3)]
-)
+@pytest.mark.parametrize(("name", "seed"), [*(("mlp", seed) for seed in range(6)), ("gpt", 3)])
 def test_random_plans_are_proved(name: str, seed: int) -> None:
     model = lowered.model(name)
     decisions = random_decisions(model, seed)

@@ -63,7 +63,8 @@ def test_programs_are_the_module_with_rounded_weights(
         whole = eager_inference.compare_inference(loaded, made.decode, made.prefill, TOKENS, PLAN)
         assert whole.outcome == DIFFERS
     report = eager_inference.compare_inference(loaded, made.decode, made.prefill, TOKENS, PLAN)
-    assert report.outcome == EQUAL and report.worst < 1e-12, report
+    assert report.outcome == EQUAL, report
+    assert report.worst < 1e-12, report
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,8 @@ def test_they_lie_as_other_weights_do(name: str, weights: str, way: str) -> None
     else:
         chosen = caches_cut(graph, grid({"x": 2}), x=1 if way == "heads" else 2)
     report = verify_inference(found.plan(chosen), found.tensors, found.loaded.batch)
-    assert report.passed and report.num_ranks == 2, report
+    assert report.passed, report
+    assert report.num_ranks == 2, report
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -137,13 +139,13 @@ def test_plans_hold_fewer_bytes() -> None:
         )
     held = {w: dict(p.prediction.memory)["weights"] for w, p in plans.items() if p.prediction}
     graph = captured.graph
-    wide = sum(
-        e.value.spec.num_elements * 4 for e in without_scales(graph).of_kind("parameter")
-    )
+    wide = sum(e.value.spec.num_elements * 4 for e in without_scales(graph).of_kind("parameter"))
     narrow = sum(e.value.spec.num_bytes for e in graph.of_kind("parameter"))
-    assert held[None] == wide and held["int8"] == held["fp8"] == narrow < 0.3 * wide
+    assert held[None] == wide
+    assert held["int8"] == held["fp8"] == narrow < 0.3 * wide
     plan = plans["int8"]
-    assert "--weights int8" in plan.command() and "--weights" not in plans[None].command()
+    assert "--weights int8" in plan.command()
+    assert "--weights" not in plans[None].command()
     assert plan_from_json(plan_to_json(plan), "plan") == plan
     assert api.verify(plan).passed
 

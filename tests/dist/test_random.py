@@ -218,7 +218,9 @@ AXES = {"micro": 2, "x": 2, "y": 2}
 @st.composite
 def layouts(draw: st.DrawFn) -> Dims:
     """Digits of up to three dims, with the axes anywhere among them, or not at all."""
-    dims = [[draw(st.integers(1, 3)), draw(st.integers(1, 3))] for _ in range(draw(st.integers(1, 3)))]
+    dims = [
+        [draw(st.integers(1, 3)), draw(st.integers(1, 3))] for _ in range(draw(st.integers(1, 3)))
+    ]
     made: list[list[int | str]] = [list(digits) for digits in dims]
     for axis in draw(st.permutations(sorted(AXES))):
         if draw(st.booleans()):

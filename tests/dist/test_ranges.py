@@ -151,9 +151,7 @@ def test_draws_are_in_range() -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in drawn.items())
 
 
-@pytest.mark.parametrize(
-    "ends", ["[1]", "[1, 2, 3]", '["a", 1]', "[NaN, 1]", "[1e999, 2]"]
-)
+@pytest.mark.parametrize("ends", ["[1]", "[1, 2, 3]", '["a", 1]', "[NaN, 1]", "[1e999, 2]"])
 def test_ranges_of_a_plan_file_are_two_numbers(plan: Plan, ends: str) -> None:
     text = plan_to_json(plan)
     low, high = next((low, high) for name, low, high in plan.ranges if name == "ids")

@@ -15,19 +15,19 @@ from torch.optim import SGD
 
 from parloom import runtime as rt
 from parloom.capture import parameters_of
+from parloom.comparators.baselines import random_plan
 from parloom.errors import VerifyError
 from parloom.execute.program import compile_pcg
+from parloom.execute.verify import verify
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower import lower
-from parloom.execute.verify import verify
-from parloom.ir.mesh import Mesh, grid
-from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, Optimizer, Plan
+from parloom.ir.mesh import grid
+from parloom.ir.plan import ActivationDecision, Decisions, ModelSource, Optimizer, Plan, one_stage
 from parloom.ir.text import print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import remake
 from parloom.runtime.remake import Made, Parts, Remaking
-from parloom.comparators.baselines import random_plan
 from tests.dist.lowered import MESHES, Model, of, small_graph
 from tests.equality import TOLERANCE
 from tests.zoo_sizes import small

@@ -226,7 +226,9 @@ def test_replicas_are_given_one_batch(case: Case) -> None:
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
             comm=comm,
         )
-        mine = {name: tensor.flip(0) if comm.rank else tensor for name, tensor in model.batch.items()}
+        mine = {
+            name: tensor.flip(0) if comm.rank else tensor for name, tensor in model.batch.items()
+        }
         with pytest.raises(InputError, match=r"input '\w+' differs"):
             trainer.step(mine)
 

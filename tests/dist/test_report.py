@@ -99,7 +99,9 @@ def test_a_front_of_another_plan_is_none_of_this_one(
     assert json.loads(capsys.readouterr().out)["plans"][0]["front"] is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": "parloom.front", "version": 2}', '{"rows": 1}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "parloom.front", "version": 2}', '{"rows": 1}']
+)
 def test_a_damaged_front_is_named(
     text: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

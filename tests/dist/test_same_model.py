@@ -250,15 +250,21 @@ EDITS = (
     ),
     Edit("* self.weight\n", "* self.head.weight[0, :8]\n", r"weight"),
     # What no source of a module's class says.
-    Edit(LAST, BUILT + "model.layers[0].act = nn.ReLU()\n", r"layers\.0\.act .*: gelu .* relu here"),
+    Edit(
+        LAST, BUILT + "model.layers[0].act = nn.ReLU()\n", r"layers\.0\.act .*: gelu .* relu here"
+    ),
     Edit(LAST, BUILT + "model.layers[1].norm.eps = 1e-3\n", r"layers\.1\.norm: .* 1e-05 .* 0\.001"),
     Edit(LAST, BUILT + "model.layers[1].heads = 4\n", r"layers\.1: .* in the plan, .* here"),
-    Edit(LAST, BUILT + "model.layers[0].drop.p = 0.5\n", r"layers\.0\.drop: .* p 0\.1 .* 0\.5 here"),
+    Edit(
+        LAST, BUILT + "model.layers[0].drop.p = 0.5\n", r"layers\.0\.drop: .* p 0\.1 .* 0\.5 here"
+    ),
     Edit(LAST, BUILT + "model.layers[0].residual = False\n", r"layers\.0: add is missing here"),
     Edit(LAST, BUILT + "model.bn.momentum = 0.3\n", r"bn.*: momentum 0\.1 in the plan, 0\.3 here"),
     Edit(LAST, BUILT + "model.raised = closed(3)\n", r"pow .*: exponent 2 in the plan, 3 here"),
     Edit(LAST, BUILT + "model.factor = 2.0\n", r"mul .*: other 3\.0 in the plan, 2\.0 here"),
-    Edit(LAST, BUILT + "model.mask[0, 3] = 0.5\n", r"constant mask differs at \[0, 3\]: 1\.0 .* 0\.5"),
+    Edit(
+        LAST, BUILT + "model.mask[0, 3] = 0.5\n", r"constant mask differs at \[0, 3\]: 1\.0 .* 0\.5"
+    ),
     Edit(LAST, BUILT + "model.relu = nn.Identity()\n", r"relu: relu is missing here"),
     # Equal programs.
     Edit("nn.ReLU(inplace=True)", "nn.ReLU()"),

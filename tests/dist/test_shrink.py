@@ -11,10 +11,12 @@ from torch.nn import functional as F
 
 from parloom import api
 from parloom.capture import Loaded, capture, fingerprint, load_abstract, load_model
+from parloom.comparators.baselines import megatron, random_plan
+from parloom.comparators.configuration import Configuration
+from parloom.comparators.handmade import plan as by_hand
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
 from parloom.execute.shrink import Shrunk, require_memory, shrink, small_model
-from parloom.execute.shrink_stages import small_mesh
 from parloom.execute.shrink_sizes import (
     ATTEMPTS,
     atoms,
@@ -23,15 +25,21 @@ from parloom.execute.shrink_sizes import (
     small_seq,
     small_sizes,
 )
+from parloom.execute.shrink_stages import small_mesh
 from parloom.execute.verify import VerifyReport, verify
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
-from parloom.ir.plan import one_stage, ActivationDecision, Decisions, ModelSource, NodeDecision, Optimizer, Plan
+from parloom.ir.plan import (
+    ActivationDecision,
+    Decisions,
+    ModelSource,
+    NodeDecision,
+    Optimizer,
+    Plan,
+    one_stage,
+)
 from parloom.ir.text import parse_graph, print_graph
-from parloom.comparators.baselines import megatron, random_plan
-from parloom.comparators.configuration import Configuration
-from parloom.comparators.handmade import plan as by_hand
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -139,7 +147,13 @@ def test_a_batch_keeps_enough_samples_for_its_statistics(unit: int, expected: in
 def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
     spec = config(tmp_path, LLAMA)
     plan = api.plan(
-        spec, cluster="1x8xH100", devices=8, batch=32, seq=64, method="data_parallel", microbatches=4
+        spec,
+        cluster="1x8xH100",
+        devices=8,
+        batch=32,
+        seq=64,
+        method="data_parallel",
+        microbatches=4,
     )
     report = api.verify(plan, shrink=True)
     assert report.passed, report
@@ -325,7 +339,8 @@ BERT_LARGE = {
 
 
 def test_a_small_model_needs_no_plan(tmp_path: Path) -> None:
-    for spec, layers in ((config(tmp_path, BERT_LARGE), "num_hidden_layers"), ("zoo:bert_large", "depth")):  # fmt: skip
+    cases = ((config(tmp_path, BERT_LARGE), "num_hidden_layers"), ("zoo:bert_large", "depth"))
+    for spec, layers in cases:
         loaded = load_abstract(spec, limit=0)
         found = small_model(ModelSource(spec), loaded, seed=3)
         assert found is not None

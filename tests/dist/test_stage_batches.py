@@ -124,7 +124,9 @@ def test_all_ranks_refuse_what_not_all_are_given() -> None:
 def test_ranks_of_all_stages_are_told_of_other_samples_in_one() -> None:
     def run(trainer: rt.Trainer) -> list[str]:
         flipped = {**good(), "labels": good()["labels"].flip(0)}
-        with pytest.raises(InputError, match="input 'labels' differs between ranks 2 and 3") as refused:
+        with pytest.raises(
+            InputError, match="input 'labels' differs between ranks 2 and 3"
+        ) as refused:
             trainer.step(flipped if trainer.comm.rank == 3 else good())
         return [str(refused.value)]
 
@@ -132,7 +134,7 @@ def test_ranks_of_all_stages_are_told_of_other_samples_in_one() -> None:
 
 
 def test_local_batches_beside_a_stage_that_reads_none() -> None:
-    """Its ranks are given all samples, as their position says, or fewer: nobody reads them there."""
+    """Its ranks get all samples, as their position says, or fewer: nobody reads them there."""
     graph = lowered.model(MODEL).graph
     whole = next(plain("data_parallel", graph, load_cluster("2xcpu")))
     stages = tuple(

@@ -53,14 +53,14 @@ def named_groups(named: Named) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def trained(decisions: Decisions, maker: Makers) -> list[tuple[list[Tensor], dict[str, Tensor], Any]]:
+def trained(
+    decisions: Decisions, maker: Makers
+) -> list[tuple[list[Tensor], dict[str, Tensor], Any]]:
     model = lowered.model("gpt")
     pipeline = staged.compiled(model, decisions).pipeline
 
     def run(comm: rt.Comm) -> tuple[list[Tensor], dict[str, Tensor], Any]:
-        trainer = rt.Trainer(
-            pipeline, model.tensors, optimizer=maker, comm=comm, exact_random=True
-        )
+        trainer = rt.Trainer(pipeline, model.tensors, optimizer=maker, comm=comm, exact_random=True)
         losses = [trainer.step(model.batch).loss for _ in range(3)]
         groups = [len(g["params"]) for g in trainer.optimizer.param_groups]
         return losses, trainer.state_dict(), groups
@@ -91,7 +91,7 @@ def test_optimizers_that_read_values_of_other_stages() -> None:
         return torch.optim.SGD(rates, lr=0.1)
 
     trained(Decisions(), maker)
-    with pytest.raises(Exception, match="reads values of .*; ranks hold parts"):
+    with pytest.raises(Exception, match=r"reads values of .*; ranks hold parts"):
         trained(drawn(graph, even(graph, 2), [1, 1], num_microbatches=2), maker)
 
 

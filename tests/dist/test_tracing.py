@@ -43,7 +43,9 @@ def test_a_run_is_traced_beside_its_simulation(folder: Path, tmp_path: Path) -> 
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert any(name.endswith(", observed") for name in names)
     assert any(not name.endswith(", observed") for name in names)
-    observed = {e["pid"] for e in events if e.get("args", {}).get("name", "").endswith(", observed")}
+    observed = {
+        e["pid"] for e in events if e.get("args", {}).get("name", "").endswith(", observed")
+    }
     seen = [e["name"] for e in events if e.get("ph") == "X" and e["pid"] in observed]
     assert {"F0", "B0", "STEP"} <= set(seen)
 

@@ -410,7 +410,10 @@ class ToldTheLoss:
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (plateau, r"ReduceLROnPlateau\.step needs metrics.*ReduceLROnPlateau\(trainer\.optimizer\)"),
+        (
+            plateau,
+            r"ReduceLROnPlateau\.step needs metrics.*ReduceLROnPlateau\(trainer\.optimizer\)",
+        ),
         (lambda o: ToldTheLoss(), "ToldTheLoss.step needs loss"),
         (lambda o: None, "made a NoneType, which has no step"),
         (lambda o: o.param_groups, "made a list, which has no step"),
@@ -446,5 +449,5 @@ def test_a_batch_in_several_arguments_is_refused() -> None:
     one = trainer(rt.SingleComm(rt.grid({})), made)
     first, *others = mlp.batch().values()
     for call in (one.step, one.evaluate):
-        with pytest.raises(InputError, match="local, is a Tensor.*pass one batch: a dict"):
+        with pytest.raises(InputError, match=r"local, is a Tensor.*pass one batch: a dict"):
             call(first, others[0])  # type: ignore[arg-type]

@@ -50,7 +50,9 @@ def test_training_equals_one_device(name: str, microbatches: int) -> None:
         assert mlp.difference(run, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "when"), [("within", "step"), ("within", "microbatch"), ("zero1", "step")])
+@pytest.mark.parametrize(
+    ("name", "when"), [("within", "step"), ("within", "microbatch"), ("zero1", "step")]
+)
 def test_a_lost_reduction_is_caught(name: str, when: str) -> None:
     mesh = mlp.with_time(rt.grid({"x": 2, "y": 2}), 2)
     made = mlp.program(mesh, LAYOUTS[name])

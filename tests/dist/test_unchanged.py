@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from parloom import api
 from parloom.errors import FingerprintError, ParloomError
-from parloom.execute import launch
 from parloom.execute.ranks import RankError, fork_ranks
 from parloom.execute.train import Trainer
 from parloom.ir.plan import Plan
