@@ -7,7 +7,7 @@ widths can be sharded inside of the blocks: every rank has a part of each.
 from collections.abc import Sequence
 from math import gcd
 
-from parloom.ir.ops import exact
+from parloom.ir.ops import exact_moves
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, along, build, no_flops, products
 
@@ -148,15 +148,15 @@ OPS: tuple[OpDef, ...] = (
     OpDef("select_scatter", _select_scatter_rule, "torch.select_scatter", no_flops),
     *(
         OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True,
-              exact={"split_with_sizes": exact.split, "chunk": exact.chunk}.get(n))
+              exact={"split_with_sizes": exact_moves.split, "chunk": exact_moves.chunk}.get(n))
         for n in ("split", "split_with_sizes", "chunk")
     ),
     *(
         OpDef(n, _split_rule, _split, no_flops, view=True, returns_list=True)
         for n in ("unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
     ),
-    OpDef("cat", _cat_rule, _cat, no_flops, exact=exact.concat),
-    OpDef("stack", _stack_rule, "torch.stack", no_flops, exact=exact.stack),
+    OpDef("cat", _cat_rule, _cat, no_flops, exact=exact_moves.concat),
+    OpDef("stack", _stack_rule, "torch.stack", no_flops, exact=exact_moves.stack),
     OpDef("select", _select_rule, ".select", no_flops, view=True),
     OpDef("unbind", _select_rule, ".unbind", no_flops, view=True, returns_list=True),
     OpDef("glu", _glu_rule, "F.glu", saved=_X),

@@ -2,7 +2,7 @@
 
 from parloom.errors import LayoutError
 from parloom.ir.graph import Ref
-from parloom.ir.ops import exact
+from parloom.ir.ops import exact_moves
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors, all_operands
 from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops, opaque
 
@@ -296,7 +296,7 @@ def _one_hot(e: Emission) -> str:
 
 OPS: tuple[OpDef, ...] = (
     OpDef("embedding", _embedding_rule, _embedding, no_flops, saved=INDICES,
-          exact=exact.embedding),
+          exact=exact_moves.embedding),
     OpDef("parloom.embedding_bag", _bag_rule, _bag, no_flops, saved=_bag_saves),
     OpDef("parloom.ragged_bag", _ragged_rule, _ragged, no_flops, saved=_ragged_saves),
     *(

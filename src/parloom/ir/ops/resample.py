@@ -6,7 +6,7 @@ read beyond the image is its edge again.
 
 from collections.abc import Callable
 
-from parloom.ir.ops import exact
+from parloom.ir.ops import exact_moves
 from parloom.ir.ops.opdef import Emission, OpDef, SavedTensors
 from parloom.ir.ops.rule import WHOLE, Rule, Site, build, products
 from parloom.ir.ops.window import EDGE, Halo, Slide, halo_of, spatial, windowed
@@ -195,7 +195,7 @@ _RESAMPLED = (
 )
 
 OPS: tuple[OpDef, ...] = (
-    OpDef("pad", _pad_rule, _pad, saved=_pad_saves, halo=_halo(_pad_slides), exact=exact.pad),
+    OpDef("pad", _pad_rule, _pad, saved=_pad_saves, halo=_halo(_pad_slides), exact=exact_moves.pad),
     OpDef("constant_pad_nd", _pad_rule, _pad, halo=_halo(_pad_slides)),
     *(
         OpDef(n, _resample_rule, _resample, _resample_flops, halo=_halo(_resample_slides))

@@ -3,7 +3,7 @@
 from itertools import pairwise
 from math import prod
 
-from parloom.ir.ops import exact
+from parloom.ir.ops import exact, exact_moves
 from parloom.ir.ops.opdef import Emission, OpDef
 from parloom.ir.ops.rule import WHOLE, Dims, Rule, Site, broadcast, build, no_flops
 
@@ -143,18 +143,18 @@ EITHER = "parloom.either"
 
 OPS: tuple[OpDef, ...] = (
     OpDef(EITHER, broadcast, lambda e: e.arg(0), no_flops, view=True, exact=exact.same),
-    OpDef("view", _view_rule, _view, no_flops, view=True, linear="first", exact=exact.view),
+    OpDef("view", _view_rule, _view, no_flops, view=True, linear="first", exact=exact_moves.view),
     OpDef("transpose", _transpose_rule, ".transpose", no_flops, view=True, linear="first",
-          exact=exact.transpose),
+          exact=exact_moves.transpose),
     OpDef("permute", _permute_rule, ".permute", no_flops, view=True, linear="first",
-          exact=exact.permute),
-    OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first", exact=exact.swap),
+          exact=exact_moves.permute),
+    OpDef("t", _t_rule, ".t", no_flops, view=True, linear="first", exact=exact_moves.swap),
     OpDef("unsqueeze", _unsqueeze_rule, ".unsqueeze", no_flops, view=True, linear="first",
-          exact=exact.unsqueeze),
+          exact=exact_moves.unsqueeze),
     OpDef("squeeze", _squeeze_rule, _squeeze, no_flops, view=True, linear="first",
-          exact=exact.squeeze),
+          exact=exact_moves.squeeze),
     OpDef("expand", broadcast, _expand, no_flops, view=True, linear="first",
-          exact=exact.expand),
+          exact=exact_moves.expand),
     OpDef("alias", broadcast, lambda e: e.arg(0), no_flops, view=True, linear="first",
           exact=exact.same),
 )  # fmt: skip
