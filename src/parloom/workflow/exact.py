@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from parloom.workflow.model import Workflow
 from parloom.workflow.plan import Flow, Plan, flow_of, load_of
-from parloom.workflow.program import BUSIEST, COST, Allowed, Goal, Place, Program
+from parloom.workflow.program import BUSIEST, COST, Goal, Place, Program
 from parloom.workflow.queueing import balanced, together
 from parloom.workflow.solve import Found, solve
 
@@ -26,7 +26,6 @@ def cheapest(
     workflow: Workflow,
     *,
     method: str = "exact",
-    allowed: Allowed = lambda operator, worker: True,
     start: Plan | None = None,
     gap: float = 1e-7,
     seconds: float | None = None,
@@ -36,7 +35,7 @@ def cheapest(
 
     None where there is none; `start` is a plan to begin with, and the answer where none is better.
     """
-    program = Program(workflow, COST, allowed)
+    program = Program(workflow, COST)
     ends = None if seconds is None else time.monotonic() + seconds
     begin = _columns(program, start) if start is not None else None
     bound = 0.0
@@ -65,16 +64,28 @@ def cheapest(
     return replace(best, method=method, bound_usd_per_h=least, interrupted=found.interrupted)
 
 
-def least_latency(workflow: Workflow) -> float:
-    """A latency that no plan is below, near the least there is; infinite where there is no plan."""
-    program = Program(workflow, Goal(latency=True))
+def refined(workflow: Workflow, goal: Goal, off: float) -> tuple[Program, Found, float]:
+    """A program with lines where its solution waits, within `off`, that solution, and the bound."""
+    program = Program(workflow, goal)
     bound = 0.0
     for _ in range(MOST_ROUNDS):
         found = solve(program.lp, NEAR)
         bound = max(bound, found.bound)
-        if found.values is None or not _add_lines(program, found, NEAR):
+        if found.values is None or not _add_lines(program, found, off):
             break
-    return bound
+    return program, found, bound
+
+
+def least_latency(workflow: Workflow) -> tuple[float, Plan | None]:
+    """A latency that no plan is below, near the least there is, and a plan that is near it.
+
+    Infinite, and None, where there is no plan.
+    """
+    program, found, bound = refined(workflow, Goal(latency=True), NEAR)
+    if found.values is None:
+        return bound, None
+    variants, counts = variants_in(program, found.values), counts_in(program, found.values)
+    return bound, routed(replace(workflow, latency_s=bound * (1 + 10 * NEAR)), variants, counts)
 
 
 def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
@@ -129,7 +140,7 @@ def routed(
     """
     plain = workflow if rates is None else replace(workflow, latency_s=None)
     for _ in range(MOST_ROUNDS):
-        program = Program(plain) if like is None else Program(plain, allowed=like.allowed)
+        program = Program(plain)
         if like is not None:
             program.lp.rows = list(like.lp.rows)
         program.fix(variants, counts, rates)
@@ -188,7 +199,7 @@ def _balanced(
             for place in places
             for _, variant, worker in [place]
         }
-        others = together(workflow)[name]
+        others = together(workflow, name)
         shares = balanced(workers, rate, workflow.rates[name], others)
         found |= {place: shares[place[2]] for place in places if shares[place[2]] > 0}
     return found
