@@ -95,7 +95,7 @@ def _variants(
 ) -> Iterator[Variant]:
     able = rng.sample(workers, min(len(workers), rng.choice([2, 3, 4])))
     for index in range(rng.choice([1, 2, 2])):
-        latencies = {w.name: rng.choice([0.02, 0.03, 0.05, 0.09, 0.13]) for w in able}
+        latencies = {w.name: rng.choice([0.02, 0.03, 0.06, 0.12, 0.18]) for w in able}
         own = rng.choice([0.7, 0.8, 0.9, 0.95])
         samples: tuple[Sample, ...] = ()
         if rule is Rule.PROFILES:
@@ -138,7 +138,16 @@ def least_dollars(workflow: Workflow, *, exclusive: bool = True) -> float | None
         variants = {o.name: v for o, v in zip(workflow.operators, chosen, strict=True)}
         if not accurate(workflow, variants):
             continue
-        for paid, given in _deployments(workflow, variants, best, exclusive):
+        every = {
+            name: tuple(
+                One(w, k) for w in workflow.workers if w.name in own for k in range(w.count)
+            )
+            for name, own in ((o, variant.latency_s) for o, variant in variants.items())
+        }
+        least = _traffic(workflow, variants, every)  # with all workers at all operators
+        if least is None:
+            continue
+        for paid, given in _deployments(workflow, variants, best, exclusive, least):
             traffic = _traffic(workflow, variants, given)
             if traffic is not None:
                 best[0] = min(best[0], paid + traffic)
@@ -196,6 +205,7 @@ def _deployments(
     variants: dict[str, Variant],
     best: list[float],
     exclusive: bool,
+    traffic: float,
 ) -> Iterator[tuple[float, Given]]:
     """Sets of workers of each operator that carry its rate, and their price.
 
@@ -217,7 +227,7 @@ def _deployments(
     def deploy(
         position: int, paid: float, given: Given, used: dict[Worker, int]
     ) -> Iterator[tuple[float, Given]]:
-        if paid + sum(fits[0][0] for fits in options[position:]) >= best[0]:
+        if paid + sum(fits[0][0] for fits in options[position:]) + traffic >= best[0] - 1e-12:
             return
         if position == len(options):
             yield paid, given

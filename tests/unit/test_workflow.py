@@ -139,6 +139,9 @@ def test_the_format_of_published_numbers_has_fixed_units() -> None:
         ("count: 3", "count: 0", "expected a whole number >= 1"),
         ("floor: 75%", "floor: 175%", "more than 100%"),
         ("box: 20ms", "box: 0ms", "is no time at all"),
+        ("box: 20ms", "box: 1e-300ms", "less than 1 ns"),
+        ("rate: 40/s", "rate: 1e-300/s", "less than 1e-6/s"),
+        ("size: 1kB}", "size: 1kB, ratio: 1e-300}", "from 1e-6 to 1e6"),
     ],
 )
 def test_a_fault_has_one_message_with_its_place(old: str, new: str, message: str) -> None:
@@ -148,6 +151,49 @@ def test_a_fault_has_one_message_with_its_place(old: str, new: str, message: str
     assert message in str(caught.value)
     assert str(caught.value).startswith("small.yaml:")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("rate: 10", "rate: 1e-30", "published.yaml:1:25: rate: '1e-30/s' is out of range: less"),
+        ("cpu: 50", "cpu: 9e11", "published.yaml:8:21: cpu: '9e11ms' is out of range: more"),
+        ("cpu: 50", "cpu: 1e-300", "less than 1 ns"),
+        ("cpu: 50", "cpu: 0", "is no time at all"),
+        ("cpu: 50", "cpu: 50ms", "expected a number (of ms), got '50ms'"),
+        ("cpu: 50", "cpi: 50", "unknown worker 'cpi'"),
+        ("price: 0.1", "price: 1e300", "more than a million dollars"),
+        ("kb: 100", "kb: -100", "it is negative"),
+        ("floor: 60", "floor: 101", "more than 100%"),
+        ("{image:", "{look:", "published.yaml:1:11: 'look' is an operator, too"),
+        ("tier: 1", "tier: 0", "expected a whole number >= 1"),
+    ],
+)
+def test_published_numbers_have_the_ranges_and_names_of_the_other_format(
+    old: str, new: str, message: str
+) -> None:
+    assert old in PUBLISHED
+    with pytest.raises(InputError) as caught:
+        read_workflow(PUBLISHED.replace(old, new, 1), "published.yaml")
+    assert message in str(caught.value)
+
+
+def test_what_is_in_no_row_of_a_table_is_not_allowed_whatever_the_floor() -> None:
+    plain = ((", accuracy: 80%", ""), (", accuracy: 95%", ""))
+    rows = "[{detect: good, accuracy: 90%}]"
+    costs = []
+    for floor in ("0%", "1%"):
+        table = f"accuracy: {{rule: table, floor: {floor}, table: {rows}}}"
+        workflow = small(*plain, ("accuracy: {rule: product, floor: 75%}", table))
+        for method in (Method.EXACT, Method.JELLYBEAN):
+            plan = plan_workflow(workflow, method)
+            assert plan.variants["detect"] == "good"
+            costs.append(plan.usd_per_h)
+    assert costs == pytest.approx([costs[0]] * 4)
+    edge = (("good: {latency: {box: 90ms, gpu: 9ms}", "good: {latency: {gpu: 9ms}"), *plain)
+    none = small(*edge, ("accuracy: {rule: product, floor: 75%}", table))
+    with pytest.raises(InfeasibleError, match="no row of the table is of variants that are"):
+        plan_workflow(none, Method.ALL_EDGE)
 
 
 def test_an_accuracy_that_no_variant_reaches_says_the_best() -> None:
@@ -184,8 +230,112 @@ def test_a_latency_that_no_plan_has_says_the_least() -> None:
     assert isinstance(least, float)
     plan = plan_workflow(replace(small(), latency_s=least * 1.01))
     assert in_time(plan)
-    with pytest.raises(InfeasibleError, match="none is below"):
+    with pytest.raises(InfeasibleError, match=r"none is below .* with the waits of M/D/1 queues"):
         plan_workflow(replace(small(), latency_s=least * 0.99))
+
+
+def refusal(workflow: Workflow, method: Method = Method.EXACT) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_workflow(workflow, method)
+    assert "inf" not in str(caught.value)
+    return caught.value
+
+
+def with_more(workflow: Workflow, error: InfeasibleError) -> Workflow:
+    more = error.document["more_workers"]
+    assert isinstance(more, dict)
+    assert more
+    workers = tuple(replace(w, count=w.count + more.get(w.name, 0)) for w in workflow.workers)
+    return replace(workflow, workers=workers)
+
+
+BUSY = (
+    ("{box: 20ms, gpu: 4ms}", "{box: 25ms}"),
+    ("good: {latency: {box: 90ms, gpu: 9ms}", "good: {latency: {box: 190ms}"),
+    ("count: 3", "count: 1"),
+    ("{box: 2ms, gpu: 1ms}", "{gpu: 1ms}"),
+)
+
+
+def test_a_worker_that_would_be_busy_all_the_time_is_no_infinite_latency() -> None:
+    """40/s at 25 ms: one worker carries them, but has no mean wait."""
+    workflow = replace(small(*BUSY), latency_s=1.0)
+    error = refusal(workflow)
+    assert "39.96 of 40/s at most (with a latency bound, no worker is busier than" in str(error)
+    assert in_time(plan_workflow(with_more(workflow, error)))
+    plan_workflow(replace(workflow, latency_s=None))  # without a bound there is a plan
+
+
+def test_more_workers_are_told_that_keep_the_latency_bound() -> None:
+    busy = small(*BUSY)
+    for rate, bound in ((120.0, 0.05), (30.0, 0.04)):
+        workflow = replace(busy, sources=(Source("frames", rate),), latency_s=bound)
+        assert in_time(plan_workflow(with_more(workflow, refusal(workflow))))
+    error = refusal(replace(busy, sources=(Source("frames", 120.0),), latency_s=0.01))
+    assert "would carry it, but not within the latency bound" in str(error)
+
+
+def test_what_is_expected_is_told_where_it_is_below_the_bound_of_waits() -> None:
+    """Behind a worker that is as slow, nothing waits: 26.7 ms by M/D/1, 20 in truth."""
+    operators = tuple(Operator(n, (Variant("only", {"w": 0.02}),)) for n in "ab")
+    edges = Edge("s", "a", {"": 0.0}, 2.0), Edge("a", "b", {"": 0.0})
+    workers = (Worker("w", 0, 1.0, 2),)
+    workflow = Workflow("n", ("t",), (Source("s", 10.0),), operators, edges, workers, {})
+    error = refusal(replace(workflow, latency_s=0.066))
+    assert "70 ms with the waits of M/D/1 queues (expected are 63.3 ms" in str(error)
+    plan = plan_workflow(replace(workflow, latency_s=0.0701))
+    assert play(plan, 60_000).latency_s == pytest.approx(0.0633, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("change", "latency_s", "message"),
+    [
+        (("40/s", "40/s"), 0.01, "latency_bound: no plan is in time: 10 ms"),
+        (("40/s", "200/s"), None, "frames 100 of 200/s at most; 2 more box"),
+        (("{box: 90ms, gpu: 9ms}, accuracy", "{gpu: 9ms}, accuracy"), None, "reachable is 80%"),
+        (("{box: 2ms, gpu: 1ms}", "{gpu: 1ms}"), None, "no worker of 'edge' runs 'report'"),
+    ],
+)
+def test_plans_of_one_tier_are_refused_for_their_own_reason(
+    change: tuple[str, str], latency_s: float | None, message: str
+) -> None:
+    floor = ("floor: 75%", "floor: 90%") if "80%" in message else ("floor: 75%", "floor: 75%")
+    workflow = replace(small(change, floor), latency_s=latency_s)
+    error = refusal(workflow, Method.ALL_EDGE)
+    assert message in str(error)
+    assert "'edge'" in str(error)
+
+
+CLOUD_ONLY = (("{box: 2ms, gpu: 1ms}", "{gpu: 1ms}"),)
+LINK = "links:\n  - {from: edge, to: cloud, price: 0.1USD/GB}\n"
+
+
+@pytest.mark.parametrize(
+    ("links", "words"),
+    [
+        ("", "a link from 'edge' to 'cloud' would"),
+        (LINK.replace("edge, to: cloud", "cloud, to: edge"), "a link from 'edge' to 'cloud' would"),
+        (
+            LINK.replace("GB}", "GB, bandwidth: 1kbit/s}"),
+            "a wider link from 'edge' to 'cloud' (now 1 kbit/s) would",
+        ),
+    ],
+)
+def test_the_link_that_is_missing_or_full_is_named(links: str, words: str) -> None:
+    assert words in str(refusal(small(*CLOUD_ONLY, (LINK, links))))
+    plan_workflow(small(*CLOUD_ONLY))
+
+
+def test_a_link_that_one_way_traffic_does_not_use_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    down = "  - {from: cloud, to: edge}\n"
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL.replace(LINK, LINK + down), encoding="utf-8")
+    for flags, unused in (([], True), (["--tiers", "two-way"], False)):
+        assert cli.main(["workflow", "plan", str(file), *flags]) == 0
+        said = "the link from 'cloud' to 'edge' is not used" in capsys.readouterr().out
+        assert said == unused
 
 
 # --- queues -------------------------------------------------------------------------------------
@@ -256,6 +406,75 @@ def test_a_wrong_wait_is_seen_by_the_simulation() -> None:
     assert played.latency_s > 1.1 * service
 
 
+def join(first: float, second: float) -> Workflow:
+    """One worker of 20 ms, at which two sources of 10/s are joined."""
+    operators = (Operator("a", (Variant("only", {"w": 0.02}),)),)
+    edges = Edge("s", "a", {"": 0.0}, first), Edge("t", "a", {"": 0.0}, second)
+    sources = Source("s", 10.0), Source("t", 10.0)
+    workers = (Worker("w", 0, 1.0),)
+    return Workflow("n", ("t",), sources, operators, edges, workers, {}, latency_s=1.0)
+
+
+def listed_mean_s(messages: float, requests: int = 40_000) -> float:
+    """The mean time at that worker, by a list of events: so many messages a request."""
+    rng, events, now = Random(1), [], 0.0
+    for _ in range(requests):
+        now += rng.expovariate(10)
+        count = int(messages) + (rng.random() < messages - int(messages))
+        events += [(now, len(events) + k) for k in range(count)]
+    came = dict((number, at) for at, number in events)
+    spent, free_at = 0.0, 0.0
+    while events:
+        at, number = heappop(events)
+        if at < free_at:
+            heappush(events, (free_at, number))
+            continue
+        free_at = at + 0.02
+        spent += free_at - came[number]
+    return spent / len(came)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "messages"),
+    [(3.0, 1.0, 1.0), (1.0, 3.0, 1.0), (2.0, 3.0, 2.0), (0.5, 3.0, 0.5), (2.5, 2.5, 2.5)],
+)
+def test_a_join_has_as_many_messages_as_its_scarcest_input(
+    first: float, second: float, messages: float
+) -> None:
+    workflow = join(first, second)
+    plan = plan_workflow(workflow)
+    planned = plan.operator_s("a")
+    assert listed_mean_s(messages) == pytest.approx(planned, rel=0.03)
+    assert play(plan, 100_000).operators_s["a"] == pytest.approx(planned, rel=0.03)
+    assert in_time(plan_workflow(replace(workflow, latency_s=planned * 1.001)))
+    refusal(replace(workflow, latency_s=planned * 0.999))
+
+
+def test_a_join_counted_by_its_largest_ratio_is_seen_by_the_simulation() -> None:
+    """Negative control: three messages a request, of which two are not sent."""
+    played = play(plan_workflow(join(3.0, 1.0)), 60_000).operators_s["a"]
+    assert 0.02 + wait_s(0.02, 10.0, 10.0, 2.0) > 1.5 * played
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.001])
+def test_a_simulation_is_long_enough_for_the_rarest_messages(ratio: float) -> None:
+    workflow = small(("size: 1kB}", f"size: 1kB, ratio: {ratio}}}"))
+    played = play(plan_workflow(replace(workflow, latency_s=0.5)), 1000)
+    assert played.requests * ratio >= 500
+    assert played.rate_per_s == pytest.approx(40 * ratio, rel=0.2)
+
+
+def test_messages_too_rare_to_simulate_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL.replace("size: 1kB}", "size: 1kB, ratio: 0.00001}"), encoding="utf-8")
+    assert cli.main(["workflow", "simulate", str(file)]) == 2
+    assert "'report' is reached by one of 1e+05 requests" in capsys.readouterr().err
+    assert cli.main(["workflow", "plan", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["end_to_end_s"] is None
+
+
 def test_messages_that_come_together_wait_for_each_other() -> None:
     worker = Worker("w", 0, 1.0, 4)
     operators = tuple(Operator(n, (Variant("only", {"w": 0.01}),)) for n in "ab")
@@ -296,6 +515,7 @@ def test_a_profile_is_a_file_that_a_workflow_reads(tmp_path: Path) -> None:
         ("box", "bax", "is of the worker 'bax'"),
         ("fast", "fest", "names 'detect/fest', which is none; did you mean 'detect/fast'"),
         ("12.5ms", "12.5", "has no unit"),
+        ("12.5ms", "0ms", "is no time at all"),
     ):
         changed = profile_text(profile).replace(old, new)
         (tmp_path / "box.yaml").write_text(changed, encoding="utf-8")
@@ -308,7 +528,7 @@ def test_models_are_timed_on_this_machine(
 ) -> None:
     file = tmp_path / "timed.yaml"
     file.write_text(SMALL.replace("fast: {", "fast: {model: 'zoo:mlp', "), encoding="utf-8")
-    assert models(file) == {("detect", "fast"): "zoo:mlp"}
+    assert models(file, "box") == {("detect", "fast"): "zoo:mlp"}
     out = tmp_path / "box.yaml"
     flags = ["--worker", "box", "--out", str(out), "--repetitions", "3", "--json"]
     assert cli.main(["workflow", "profile", str(file), *flags]) == 0
@@ -318,7 +538,27 @@ def test_models_are_timed_on_this_machine(
     assert 0 < found < 10
     (tmp_path / "none.yaml").write_text(SMALL, encoding="utf-8")
     with pytest.raises(InputError, match="no variant has a `model`"):
-        models(tmp_path / "none.yaml")
+        models(tmp_path / "none.yaml", "box")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "worker", "message"),
+    [
+        ("40/s", "40/s", "nosuch", "--worker: unknown worker 'nosuch'"),
+        ("40/s", "40", "box", "has no unit"),
+        ("to: report", "to: reprot", "box", "unknown operator 'reprot'"),
+    ],
+)
+def test_faults_of_a_file_are_told_before_models_are_timed(
+    old: str, new: str, worker: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "timed.yaml"
+    text = SMALL.replace("fast: {latency: {box: 20ms, gpu: 4ms}", "fast: {model: 'zoo:mlp'")
+    file.write_text(text + "profiles: [to-come.yaml]\n", encoding="utf-8")
+    assert models(file, "box") == {("detect", "fast"): "zoo:mlp"}
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        models(file, worker)
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -339,19 +579,29 @@ def test_exit_codes_are_those_of_the_contract(
     assert json.loads(said.out)["infeasible"]["best_accuracy"] == 0.95
     assert f"{file}:20:34: " in said.err
     assert cli.main(["workflow", "plan", str(file), "--latency", "5"]) == 2
+    assert cli.main(["workflow", "plan", str(file), "--latency", "0s"]) == 2
+    assert "'0s' is no time at all" in capsys.readouterr().err
     assert cli.main(["workflow", "plan", "example:cams"]) == 2
     assert cli.main(["workflow", "simulate", str(tmp_path / "none.yaml")]) == 2
 
 
-@pytest.mark.parametrize("method", list(Method))
-def test_each_method_says_what_it_did(method: Method, capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["workflow", "plan", "example:cameras", "--method", method.value])
+@pytest.mark.parametrize(
+    ("method", "code", "words"),
+    [
+        (Method.EXACT, 0, "traffic cameras: exact, one-way traffic"),
+        (Method.JELLYBEAN, 0, "misses the latency bound, which jellybean does not look at"),
+        (Method.GREEDY, 0, "misses the latency bound, which greedy does not look at"),
+        (Method.ALL_CLOUD, 0, "traffic cameras: all-cloud, one-way traffic"),
+        (Method.ALL_EDGE, 3, "would (all-edge: in 'roadside' alone)"),
+    ],
+)
+def test_each_method_says_what_it_did(
+    method: Method, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["workflow", "plan", "example:cameras", "--method", method.value]) == code
     said = capsys.readouterr()
-    if code == 0:
-        assert f"traffic cameras: {method}, one-way traffic" in said.out
-    else:
-        assert code == 3
-        assert "error: not all operators can run in 'roadside' alone (all-edge)" in said.err
+    assert words in (said.err if code else said.out)
+    assert ("misses the latency bound" in said.out) == ("misses" in words)
 
 
 HARD = """
