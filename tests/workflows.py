@@ -1,6 +1,6 @@
-"""Random workflows, and an oracle that enumerates: it shares no formula with the planner.
+"""Workflows to plan: small, random and large; an oracle that shares no formula with the planner.
 
-Workers are looked at one by one, and flows go from worker to worker.
+It enumerates: workers are looked at one by one, and flows go from worker to worker.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from random import Random
 
+import pytest
+
+from parloom.errors import InfeasibleError
 from parloom.search.linear import LinearProgram
+from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.model import (
     Accuracy,
     Edge,
@@ -21,6 +25,7 @@ from parloom.workflow.model import (
     Worker,
     Workflow,
 )
+from parloom.workflow.read import read_workflow
 
 HOUR_S = 3600
 
@@ -390,6 +395,47 @@ def _waiting(
         slope = (present(y + step) - present(max(0.0, y - step))) / (y + step - max(0.0, y - step))
         lp.row({column: 1.0, load: -slope}, low=present(y) - slope * y - 1e-9)
     return column
+
+
+SMALL = """\
+name: small
+sources:
+  frames: {rate: 40/s}
+operators:
+  detect:
+    variants:
+      fast: {latency: {box: 20ms, gpu: 4ms}, accuracy: 80%}
+      good: {latency: {box: 90ms, gpu: 9ms}, accuracy: 95%}
+  report:
+    variants:
+      only: {latency: {box: 2ms, gpu: 1ms}}
+messages:
+  - {from: frames, to: detect, size: 100kB}
+  - {from: detect, to: report, size: 1kB}
+workers:
+  box: {tier: edge, price: 0.02USD/h, count: 3}
+  gpu: {tier: cloud, price: 0.5USD/h, count: 2}
+links:
+  - {from: edge, to: cloud, price: 0.1USD/GB}
+accuracy: {rule: product, floor: 75%}
+"""
+
+
+def small(*changes: tuple[str, str]) -> Workflow:
+    """The workflow above, with other words for some."""
+    text = SMALL
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return read_workflow(text, "small.yaml")
+
+
+def refusal(workflow: Workflow, method: Method = Method.EXACT) -> InfeasibleError:
+    """Why the workflow has no plan; never an infinite figure."""
+    with pytest.raises(InfeasibleError) as caught:
+        plan_workflow(workflow, method)
+    assert "inf" not in str(caught.value)
+    return caught.value
 
 
 def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workflow:
