@@ -438,12 +438,12 @@ def refusal(workflow: Workflow, method: Method = Method.EXACT) -> InfeasibleErro
     return caught.value
 
 
-def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workflow:
-    """Many operators, and `kinds` x `count` workers in two tiers."""
+def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10, tiers: int = 2) -> Workflow:
+    """Many operators, and `kinds` x `count` workers in two or three tiers."""
     rng = Random(seed)
     workers: list[tuple[Worker, float]] = []
     for kind in range(kinds):
-        tier = kind if kind < 2 else rng.randrange(2)
+        tier = kind if kind < tiers else rng.randrange(tiers)
         speed = rng.uniform(0.5, 2) * (1 + 3 * tier)
         price = round(speed * rng.uniform(0.1, 0.3), 3)
         workers.append((Worker(f"w{kind}", tier, price, count), speed))
@@ -463,10 +463,14 @@ def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workfl
             )
             if all((e.producer, e.consumer) != (edge.producer, edge.consumer) for e in edges):
                 edges.append(edge)
-    links = {(0, 1): Link(1e-10, 1e9, 0.01), (1, 0): Link(1e-9, 1e9, 0.01)}
+    links = {
+        (a, b): Link(1e-10 if a < b else 1e-9, 1e9, 0.01)
+        for a, b in product(range(tiers), repeat=2)
+        if a != b
+    }
     return Workflow(
         f"large {seed}",
-        ("edge", "cloud"),
+        ("edge", *("metro" for _ in range(tiers - 2)), "cloud"),
         (Source("s", 60.0),),
         tuple(operators),
         tuple(edges),

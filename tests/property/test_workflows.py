@@ -135,7 +135,7 @@ def check(plan: Plan) -> None:
             assert size is not None
             moved[pair] = moved.get(pair, 0.0) + flow.rate_per_s * size
     for pair, num_bytes in moved.items():
-        if pair[0] != pair[1]:
+        if pair[0] != pair[1] or pair in workflow.links:
             link = workflow.links[pair]
             assert num_bytes <= link.bytes_per_s * (1 + TIGHT)
             traffic += num_bytes * link.usd_per_byte * 3600
