@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from parloom.search.linear import LinearProgram
-from parloom.workflow.model import Rule, Variant, Workflow
+from parloom.workflow.model import ROUNDING, Rule, Variant, Workflow
 
-ROUNDING = 1e-9
 IN_NO_ROW = -math.inf
 """The accuracy of variants that a table does not list: below any floor."""
 Chosen = Mapping[str, str]

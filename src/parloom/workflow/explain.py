@@ -7,13 +7,11 @@ from math import isfinite
 from parloom.cost.units import format_dollars, format_rate, format_seconds
 from parloom.errors import InfeasibleError
 from parloom.workflow.accuracy import best_accuracy, meets
-from parloom.workflow.exact import LATE, least_latency, refined
-from parloom.workflow.model import Link, Workflow
+from parloom.workflow.exact import least_latency, refined
+from parloom.workflow.model import SOLVED, Link, Workflow
 from parloom.workflow.program import BUSIEST, Goal, Program
 from parloom.workflow.simulate import expected
 from parloom.workflow.solve import Found, solve
-
-CLOSE = 1e-6
 
 
 def check_accuracy(workflow: Workflow) -> None:
@@ -35,7 +33,7 @@ def check_accuracy(workflow: Workflow) -> None:
 def explain(workflow: Workflow) -> None:
     """Raise `InfeasibleError` with the reason, if the workflow has no plan at all."""
     share = _carried(workflow)
-    if share < 1 - CLOSE:
+    if share < 1 - SOLVED:
         _too_fast(workflow, share)
     if workflow.latency_s is not None:
         _too_slow(workflow, workflow.latency_s, share)
@@ -44,6 +42,8 @@ def explain(workflow: Workflow) -> None:
 def _carried(workflow: Workflow) -> float:
     """The share of all rates that its workers and links carry."""
     found = solve(Program(workflow, Goal(scale=True)).lp)
+    if found.interrupted:
+        raise KeyboardInterrupt
     return 0.0 if found.values is None else -found.cost
 
 
@@ -52,7 +52,7 @@ def _too_fast(workflow: Workflow, share: float) -> None:
     now = ", ".join(f"{name} {rate * share:.4g} of {rate:.4g}/s" for name, rate in rates.items())
     message = f"{workflow.positions.rate}: no set of workers carries the rate: {now} at most"
     unbounded = replace(workflow, latency_s=None)
-    if workflow.latency_s is not None and _carried(unbounded) >= 1 - CLOSE:
+    if workflow.latency_s is not None and _carried(unbounded) >= 1 - SOLVED:
         message += f" (with a latency bound, no worker is busier than {_percent(BUSIEST)})"
     more = _more_workers(workflow)
     ways = [] if more is None else [_listed(workflow, more)]
@@ -72,7 +72,7 @@ def _too_fast(workflow: Workflow, share: float) -> None:
 
 def _more_workers(workflow: Workflow) -> dict[str, int] | None:
     """Workers beyond those that are there, with which there is a plan; None where there is none."""
-    program, found, _ = refined(workflow, Goal(more_workers=True), LATE / 10)
+    program, found, _ = refined(workflow, Goal(more_workers=True), SOLVED / 10)
     return None if found.values is None else _beyond(workflow, program, found)
 
 
@@ -121,7 +121,7 @@ def _too_slow(workflow: Workflow, most_s: float, share: float) -> None:
         f" is asked for, and none is below {format_seconds(least)} with the waits of M/D/1 queues"
     )
     found = expected(plan).latency_s
-    if found < plan.latency_s * (1 - CLOSE):
+    if found < plan.latency_s * (1 - SOLVED):
         message += (
             f" (expected are {format_seconds(found)}: queues behind other workers are shorter)"
         )

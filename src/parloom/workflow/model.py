@@ -10,6 +10,11 @@ from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
+ROUNDING = 1e-9
+"""Shares and parts below this are rounding."""
+SOLVED = 1e-6
+"""Share by which a plan may miss what is asked for: the solver's tolerance."""
+
 
 class Rule(StrEnum):
     """How the accuracy of a workflow follows from those of its variants."""

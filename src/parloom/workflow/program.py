@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from parloom.search.linear import LinearProgram
 from parloom.workflow.accuracy import add_floor
-from parloom.workflow.model import Edge, Operator, Variant, Workflow
+from parloom.workflow.model import ROUNDING, Edge, Operator, Variant, Workflow
 from parloom.workflow.queueing import UTILIZATIONS, tangent, together
 
 HOUR_S = 3600.0
 BUSIEST = 0.999
 """The most that a worker is busy where there is a latency bound: a wait of 500 latencies."""
 MOST_DIVISORS = 12
-LEAST_PART, ROUNDING = 1e-3, 1e-9
+LEAST_PART = 1e-3
 SPARE = 10
 """So many times the workers that carry a rate may be asked for where it is to be in time."""
 Place = tuple[str, str, str]

@@ -11,13 +11,11 @@ latency x (u + b x rate / all) / (2 (1 - u)).
 import math
 from collections.abc import Mapping
 
-from parloom.workflow.model import Workflow
+from parloom.workflow.model import ROUNDING, SOLVED, Workflow
 
 UTILIZATIONS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Where waits are laid tangents from the start."""
-FULL, BISECTIONS = 1e-9, 200
-ALWAYS = 1e-6
-"""A worker that is idle no more than this is busy all the time, but for rounding."""
+BISECTIONS = 200
 
 
 def together(workflow: Workflow, name: str) -> float:
@@ -39,7 +37,7 @@ def together(workflow: Workflow, name: str) -> float:
 def wait_s(latency_s: float, rate_per_s: float, all_per_s: float, others: float) -> float:
     """The mean wait before one worker; infinite where it is busy all the time."""
     utilization = latency_s * rate_per_s
-    if utilization >= 1 - ALWAYS:
+    if utilization >= 1 - SOLVED:
         return float("inf")
     met = utilization + others * rate_per_s / all_per_s
     return latency_s * met / (2 * (1 - utilization))
@@ -67,7 +65,7 @@ def balanced(
     c = (time / latency - 1) / (1 + batch).
     """
     capacity = math.fsum(count / latency for count, latency in workers.values())
-    if rate_per_s >= capacity * (1 - FULL):
+    if rate_per_s >= capacity * (1 - ROUNDING):
         share = rate_per_s / capacity
         return {name: share * count / latency for name, (count, latency) in workers.items()}
 
