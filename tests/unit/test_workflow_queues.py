@@ -96,12 +96,13 @@ def join(first: float, second: float) -> Workflow:
 
 def listed_mean_s(messages: float, requests: int = 40_000) -> float:
     """The mean time at that worker, by a list of events: so many messages a request."""
-    rng, events, now = Random(1), [], 0.0
+    rng, now = Random(1), 0.0
+    events: list[tuple[float, int]] = []
     for _ in range(requests):
         now += rng.expovariate(10)
         count = int(messages) + (rng.random() < messages - int(messages))
         events += [(now, len(events) + k) for k in range(count)]
-    came = dict((number, at) for at, number in events)
+    came = {number: at for at, number in events}
     spent, free_at = 0.0, 0.0
     while events:
         at, number = heappop(events)
