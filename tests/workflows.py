@@ -1,14 +1,18 @@
-"""Random workflows, and an oracle that enumerates: it shares no formula with the planner.
+"""Workflows to plan: small, random and large; an oracle that shares no formula with the planner.
 
-Workers are looked at one by one, and flows go from worker to worker.
+It enumerates: workers are looked at one by one, and flows go from worker to worker.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import product
 from random import Random
 
+import pytest
+
+from parloom.errors import InfeasibleError
 from parloom.search.linear import LinearProgram
+from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.model import (
     Accuracy,
     Edge,
@@ -21,6 +25,7 @@ from parloom.workflow.model import (
     Worker,
     Workflow,
 )
+from parloom.workflow.read import read_workflow
 
 HOUR_S = 3600
 
@@ -31,18 +36,9 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
     num_tiers = rng.choice([1, 2, 2, 2, 3])
     size = rng.randint(1, most)
     rule = rng.choice(list(Rule))
-    num_workers = min(10, rng.randint(size + 1, size + 3))
-    workers = tuple(
-        Worker(
-            f"w{i}",
-            i if i < num_tiers else rng.randrange(num_tiers),
-            rng.choice([0.0 if i == 1 and not latency else 0.15, 0.1, 0.2, 0.3, 0.5, 0.8]),
-            rng.choice([1, 1, 1, 2]) if num_workers < 5 else 1,
-        )
-        for i in range(max(num_workers, num_tiers))
-    )
+    workers = tuple(_workers(rng, num_tiers, size, free=not latency))
     sources = tuple(
-        Source(f"s{i}", rng.choice([10.0, 10.0, 20.0]), rng.randrange(num_tiers) if i else 0)
+        Source(f"s{i}", rng.choice([10.0, 15.0, 20.0]), rng.randrange(num_tiers) if i else 0)
         for i in range(rng.choice([1, 1, 2]))
     )
     edges: list[Edge] = []
@@ -62,14 +58,15 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
     )
     for name, several in shape.items():
         for producer in several:
-            sizes = {"": rng.choice([0.0, 1e3, 1e5, 1e6])}
+            sizes = {"": rng.choice([0.0, 1e3, 1e5, 5e5])}
             variants = next((o.variants for o in operators if o.name == producer), ())
             if variants and rng.random() < 0.4:
-                sizes = {v.name: rng.choice([1e3, 1e5, 1e6]) for v in variants}
-            edges.append(Edge(producer, name, sizes, rng.choice([1.0, 1.0, 1.0, 0.5, 2.0])))
+                sizes = {v.name: rng.choice([1e3, 1e5, 5e5]) for v in variants}
+            ratios = [1.0, 1.0, 0.5, 2.0, 3.0] if len(several) > 1 else [1.0, 1.0, 1.0, 0.5, 2.0]
+            edges.append(Edge(producer, name, sizes, rng.choice(ratios)))
     links = {}
     for sender, receiver in product(range(num_tiers), repeat=2):
-        if sender != receiver and rng.random() < 0.95:
+        if rng.random() < (0.3 if sender == receiver else 0.95):
             bandwidth = rng.choice([float("inf"), float("inf"), 3e7, 1e7])
             price = rng.choice([0.0, 0.02, 0.1]) / 1e9
             links[sender, receiver] = Link(price, bandwidth, rng.choice([0.0, 0.01]))
@@ -87,12 +84,23 @@ def drawn(seed: int, most: int = 8, *, latency: bool = False) -> Workflow:
     )
 
 
+def _workers(rng: Random, num_tiers: int, size: int, *, free: bool) -> Iterator[Worker]:
+    """Types of one to three workers, in all tiers: a few more workers than operators."""
+    number, left = 0, size + rng.randint(2, 3)
+    while left > 0 or number < num_tiers:
+        tier = number if number < num_tiers else rng.randrange(num_tiers)
+        price = rng.choice([0.0 if number == 1 and free else 0.15, 0.1, 0.2, 0.3, 0.5, 0.8])
+        count = min(rng.choice([1, 1, 2, 3]), max(left, 1))
+        yield Worker(f"w{number}", tier, price, count)
+        number, left = number + 1, left - count
+
+
 def _variants(
     rng: Random, rule: Rule, workers: tuple[Worker, ...], inputs: list[str]
 ) -> Iterator[Variant]:
-    able = rng.sample(workers, min(len(workers), rng.choice([2, 3, 3])))
+    able = rng.sample(workers, min(len(workers), rng.choice([2, 3, 4])))
     for index in range(rng.choice([1, 2, 2])):
-        latencies = {w.name: rng.choice([0.02, 0.03, 0.05, 0.08, 0.1]) for w in able}
+        latencies = {w.name: rng.choice([0.02, 0.03, 0.06, 0.12, 0.18]) for w in able}
         own = rng.choice([0.7, 0.8, 0.9, 0.95])
         samples: tuple[Sample, ...] = ()
         if rule is Rule.PROFILES:
@@ -107,12 +115,14 @@ def _variants(
 def _accuracy(rng: Random, rule: Rule, operators: tuple[Operator, ...]) -> Accuracy:
     if rule is Rule.NONE:
         return Accuracy()
-    if rule is not Rule.TABLE:
+    if rule is Rule.PRODUCT:
+        return Accuracy(rule, rng.choice([0.75, 0.8, 0.85]) ** len(operators))
+    if rule is Rule.PROFILES:
         return Accuracy(rule, rng.choice([0.2, 0.4, 0.5, 0.6]))
     some = rng.sample(operators, min(len(operators), 2))
     rows = product(*([v.name for v in o.variants] for o in some))
     table = {row: rng.choice([0.5, 0.6, 0.7, 0.8]) for row in rows if rng.random() < 0.9}
-    return Accuracy(rule, rng.choice([0.5, 0.6, 0.6]), tuple(o.name for o in some), table)
+    return Accuracy(rule, rng.choice([0.0, 0.5, 0.6]), tuple(o.name for o in some), table)
 
 
 # --- the oracle ---------------------------------------------------------------------------------
@@ -129,12 +139,20 @@ class One:
 def least_dollars(workflow: Workflow, *, exclusive: bool = True) -> float | None:
     """The cost of the cheapest plan, by enumeration; None where there is none."""
     best = [float("inf")]
-    ones = [One(worker, n) for worker in workflow.workers for n in range(worker.count)]
     for chosen in product(*(o.variants for o in workflow.operators)):
         variants = {o.name: v for o, v in zip(workflow.operators, chosen, strict=True)}
         if not accurate(workflow, variants):
             continue
-        for paid, given in _deployments(workflow, variants, ones, best, exclusive):
+        every = {
+            name: tuple(
+                One(w, k) for w in workflow.workers if w.name in own for k in range(w.count)
+            )
+            for name, own in ((o, variant.latency_s) for o, variant in variants.items())
+        }
+        least = _traffic(workflow, variants, every)  # with all workers at all operators
+        if least is None:
+            continue
+        for paid, given in _deployments(workflow, variants, best, exclusive, least):
             traffic = _traffic(workflow, variants, given)
             if traffic is not None:
                 best[0] = min(best[0], paid + traffic)
@@ -148,7 +166,7 @@ def accurate(workflow: Workflow, variants: dict[str, Variant]) -> bool:
         return True
     if want.rule is Rule.TABLE:
         row = tuple(variants[name].name for name in want.operators)
-        return want.table.get(row, 0.0) >= want.floor - 1e-12
+        return row in want.table and want.table[row] >= want.floor - 1e-12
     senders = {
         o.name: [e.producer for e in workflow.edges if e.consumer == o.name]
         for o in workflow.operators
@@ -190,40 +208,44 @@ Given = dict[str, tuple[One, ...]]
 def _deployments(
     workflow: Workflow,
     variants: dict[str, Variant],
-    ones: list[One],
     best: list[float],
     exclusive: bool,
+    traffic: float,
 ) -> Iterator[tuple[float, Given]]:
-    """Sets of workers of each operator that carry its rate, and their price."""
+    """Sets of workers of each operator that carry its rate, and their price.
+
+    Which of several alike an operator has does not matter: the first that are free.
+    """
     options = []
     for operator in workflow.operators:
         latency, fits = variants[operator.name].latency_s, []
-        able = [one for one in ones if one.kind.name in latency]
-        for count in range(1, len(able) + 1):
-            for several in combinations(able, count):
-                carried = sum(1 / latency[one.kind.name] for one in several)
-                if carried >= rate(workflow, operator.name) * (1 - 1e-9):
-                    fits.append((sum(one.kind.usd_per_h for one in several), several))
+        able = [worker for worker in workflow.workers if worker.name in latency]
+        for counts in product(*(range(worker.count + 1) for worker in able)):
+            several = {w: n for w, n in zip(able, counts, strict=True) if n}
+            carried = sum(n / latency[w.name] for w, n in several.items())
+            if carried >= rate(workflow, operator.name) * (1 - 1e-9):
+                fits.append((sum(w.usd_per_h * n for w, n in several.items()), several))
         if not fits:
             return
         options.append(sorted(fits, key=lambda fit: fit[0]))
 
     def deploy(
-        position: int, paid: float, given: Given, used: set[One]
+        position: int, paid: float, given: Given, used: dict[Worker, int]
     ) -> Iterator[tuple[float, Given]]:
-        if paid + sum(fits[0][0] for fits in options[position:]) >= best[0]:
+        if paid + sum(fits[0][0] for fits in options[position:]) + traffic >= best[0] - 1e-12:
             return
         if position == len(options):
             yield paid, given
             return
         name = workflow.operators[position].name
         for price, several in options[position]:
-            if not exclusive or not used & set(several):
-                yield from deploy(
-                    position + 1, paid + price, {**given, name: several}, used | set(several)
-                )
+            first = {w: used.get(w, 0) if exclusive else 0 for w in several}
+            if all(first[w] + n <= w.count for w, n in several.items()):
+                own = tuple(One(w, first[w] + k) for w, n in several.items() for k in range(n))
+                taken = used | {w: first[w] + n for w, n in several.items()}
+                yield from deploy(position + 1, paid + price, {**given, name: own}, taken)
 
-    yield from deploy(0, 0.0, {}, set())
+    yield from deploy(0, 0.0, {}, {})
 
 
 def _traffic(workflow: Workflow, variants: dict[str, Variant], given: Given) -> float | None:
@@ -306,6 +328,50 @@ class _Flows:
         return self.workflow.links.get((sender, receiver), Link() if sender == receiver else None)
 
 
+def listed(workflow: Workflow, kept: float, more: float) -> dict[str, list[dict[str, int]]]:
+    """The messages of one request, one by one: of each, by input, which of its messages it is of.
+
+    `kept` and `more` are its two numbers: whether it is among those that go on, and whether it has
+    the whole number of messages above the mean or the one below.
+    """
+    fastest = max(source.rate_per_s for source in workflow.sources)
+    share = {source.name: source.rate_per_s / fastest for source in workflow.sources}
+    found: dict[str, list[dict[str, int]]] = {
+        name: [{}] if kept < part else [] for name, part in share.items()
+    }
+    for operator in workflow.order:
+        name = operator.name
+        inputs = [edge for edge in workflow.edges if edge.consumer == name]
+        mean = {
+            e.producer: rate(workflow, e.producer) / fastest / share[e.producer] for e in inputs
+        }
+        # A request's messages are all dropped, or none of them, where fewer than one is left.
+        share[name] = min(share[e.producer] * min(1.0, e.ratio * mean[e.producer]) for e in inputs)
+        wanted = rate(workflow, name) / fastest / share[name]
+        number = 0
+        while kept < share[name] and number < max(1.0, wanted) - more:
+            number += 1
+        found[name] = [
+            {e.producer: k * len(found[e.producer]) // number for e in inputs}
+            for k in range(number)
+        ]
+    return found
+
+
+def arriving_with(workflow: Workflow, name: str, grid: int = 64) -> float:
+    """How many others a message meets that are of the same message of the scarcest input."""
+    met = messages = 0
+    for position in product(range(grid), repeat=2):
+        kept, more = ((2 * p + 1) / (2 * grid) for p in position)
+        several = listed(workflow, kept, more)
+        parents = several[name]
+        if parents:
+            fewest = min(parents[0], key=lambda producer: len(several[producer]))
+            met += sum(a[fewest] == b[fewest] for a in parents for b in parents) - len(parents)
+            messages += len(parents)
+    return met / messages
+
+
 def _waiting(
     workflow: Workflow,
     name: str,
@@ -315,8 +381,7 @@ def _waiting(
 ) -> int:
     """A column of requests at one worker (rate x mean time), above many tangents of it."""
     whole = rate(workflow, name)
-    ratio = max(e.ratio for e in workflow.edges if e.consumer == name)
-    others = {1.0: 0.0, 0.5: 0.0, 2.0: 1.0}[ratio]
+    others = arriving_with(workflow, name)
 
     def present(y: float) -> float:
         busy = y * latency
@@ -332,12 +397,53 @@ def _waiting(
     return column
 
 
-def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workflow:
-    """Many operators, and `kinds` x `count` workers in two tiers."""
+SMALL = """\
+name: small
+sources:
+  frames: {rate: 40/s}
+operators:
+  detect:
+    variants:
+      fast: {latency: {box: 20ms, gpu: 4ms}, accuracy: 80%}
+      good: {latency: {box: 90ms, gpu: 9ms}, accuracy: 95%}
+  report:
+    variants:
+      only: {latency: {box: 2ms, gpu: 1ms}}
+messages:
+  - {from: frames, to: detect, size: 100kB}
+  - {from: detect, to: report, size: 1kB}
+workers:
+  box: {tier: edge, price: 0.02USD/h, count: 3}
+  gpu: {tier: cloud, price: 0.5USD/h, count: 2}
+links:
+  - {from: edge, to: cloud, price: 0.1USD/GB}
+accuracy: {rule: product, floor: 75%}
+"""
+
+
+def small(*changes: tuple[str, str]) -> Workflow:
+    """The workflow above, with other words for some."""
+    text = SMALL
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return read_workflow(text, "small.yaml")
+
+
+def refusal(workflow: Workflow, method: Method = Method.EXACT) -> InfeasibleError:
+    """Why the workflow has no plan; never an infinite figure."""
+    with pytest.raises(InfeasibleError) as caught:
+        plan_workflow(workflow, method)
+    assert "inf" not in str(caught.value)
+    return caught.value
+
+
+def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10, tiers: int = 2) -> Workflow:
+    """Many operators, and `kinds` x `count` workers in two or three tiers."""
     rng = Random(seed)
     workers: list[tuple[Worker, float]] = []
     for kind in range(kinds):
-        tier = kind if kind < 2 else rng.randrange(2)
+        tier = kind if kind < tiers else rng.randrange(tiers)
         speed = rng.uniform(0.5, 2) * (1 + 3 * tier)
         price = round(speed * rng.uniform(0.1, 0.3), 3)
         workers.append((Worker(f"w{kind}", tier, price, count), speed))
@@ -357,10 +463,14 @@ def large(seed: int, size: int = 30, kinds: int = 20, count: int = 10) -> Workfl
             )
             if all((e.producer, e.consumer) != (edge.producer, edge.consumer) for e in edges):
                 edges.append(edge)
-    links = {(0, 1): Link(1e-10, 1e9, 0.01), (1, 0): Link(1e-9, 1e9, 0.01)}
+    links = {
+        (a, b): Link(1e-10 if a < b else 1e-9, 1e9, 0.01)
+        for a, b in product(range(tiers), repeat=2)
+        if a != b
+    }
     return Workflow(
         f"large {seed}",
-        ("edge", "cloud"),
+        ("edge", *("metro" for _ in range(tiers - 2)), "cloud"),
         (Source("s", 60.0),),
         tuple(operators),
         tuple(edges),

@@ -11,7 +11,7 @@ import typer
 
 from parloom.cli_options import AsJson, Verbose
 from parloom.cli_output import quiet, result, say
-from parloom.cost.units import parse_seconds
+from parloom.cost.units import parse_service_s
 from parloom.errors import InfeasibleError, InputError
 from parloom.report.output import show_json
 from parloom.workflow.answer import Method, plan_workflow
@@ -131,7 +131,7 @@ def profile(
     from parloom.execute.time_models import timed
     from parloom.workflow.profiles import profile_text
 
-    named = models(path_of(file))
+    named = models(path_of(file), worker)
     check_folder(out.parent)
     found = timed(named, worker, repetitions, say)
     path = write_atomic(out, profile_text(found))
@@ -160,7 +160,7 @@ def asked(tiers: Traffic | None, latency: str | None) -> Asked:
         found["two_way"] = tiers is Traffic.TWO_WAY
     if latency is not None:
         try:
-            found["latency_s"] = parse_seconds(latency)
+            found["latency_s"] = parse_service_s(latency)
         except InputError as error:
             raise InputError(f"--latency: {error}") from None
 

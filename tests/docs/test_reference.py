@@ -18,6 +18,7 @@ from tests.docs import reference
 from tests.docs.cluster_schema import cluster_schema
 from tests.docs.commands import run
 from tests.docs.page import DOCS
+from tests.workflows import SMALL
 
 pytestmark = pytest.mark.xdist_group("pages")
 
@@ -79,6 +80,10 @@ ASKED = {
         "workflow simulate example:cameras --requests 2000 --json",
         "workflow simulate example:vqa --requests 2000 --json",
     ],
+    "workflow-profile": [
+        f"workflow profile small.yaml --worker box --out box.yaml --repetitions {n} --json"
+        for n in (3, 4)
+    ],
     "doctor": ["doctor --json"],
 }
 SHALLOW = {"report": 1}
@@ -97,6 +102,8 @@ def printed(reader: Path, documents: dict[str, list[Any]]) -> dict[str, list[Any
         small = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=24, n_positions=8)
         small.architectures = ["GPT2LMHeadModel"]
         small.save_pretrained(reader / "small")
+        text = SMALL.replace("fast: {", "fast: {model: 'zoo:mlp', ")
+        (reader / "small.yaml").write_text(text, encoding="utf-8")
     for verb, commands in ASKED.items():
         if verb not in documents:
             documents[verb] = [json.loads(_stdout(command)) for command in commands]

@@ -7,55 +7,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from heapq import heappop, heappush
 from pathlib import Path
-from random import Random
 
-import numpy as np
 import pytest
 
 from parloom import cli
 from parloom.errors import InfeasibleError, InputError
 from parloom.workflow.answer import Method, plan_workflow
-from parloom.workflow.exact import in_time
-from parloom.workflow.examples import names, path_of
-from parloom.workflow.model import Edge, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.examples import path_of
 from parloom.workflow.profiles import Profile, profile_text, read_profile
-from parloom.workflow.queueing import balanced, tangent, wait_s
 from parloom.workflow.read import load, models, read_workflow
-from parloom.workflow.simulate import _waits, expected, play
-
-SMALL = """\
-name: small
-sources:
-  frames: {rate: 40/s}
-operators:
-  detect:
-    variants:
-      fast: {latency: {box: 20ms, gpu: 4ms}, accuracy: 80%}
-      good: {latency: {box: 90ms, gpu: 9ms}, accuracy: 95%}
-  report:
-    variants:
-      only: {latency: {box: 2ms, gpu: 1ms}}
-messages:
-  - {from: frames, to: detect, size: 100kB}
-  - {from: detect, to: report, size: 1kB}
-workers:
-  box: {tier: edge, price: 0.02USD/h, count: 3}
-  gpu: {tier: cloud, price: 0.5USD/h, count: 2}
-links:
-  - {from: edge, to: cloud, price: 0.1USD/GB}
-accuracy: {rule: product, floor: 75%}
-"""
-
-
-def small(*changes: tuple[str, str]) -> Workflow:
-    text = SMALL
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    return read_workflow(text, "small.yaml")
-
+from tests.workflows import SMALL, small
 
 # --- published figures --------------------------------------------------------------------------
 
@@ -139,6 +101,9 @@ def test_the_format_of_published_numbers_has_fixed_units() -> None:
         ("count: 3", "count: 0", "expected a whole number >= 1"),
         ("floor: 75%", "floor: 175%", "more than 100%"),
         ("box: 20ms", "box: 0ms", "is no time at all"),
+        ("box: 20ms", "box: 1e-300ms", "less than 1 ns"),
+        ("rate: 40/s", "rate: 1e-300/s", "less than 1e-6/s"),
+        ("size: 1kB}", "size: 1kB, ratio: 1e-300}", "from 1e-6 to 1e6"),
     ],
 )
 def test_a_fault_has_one_message_with_its_place(old: str, new: str, message: str) -> None:
@@ -150,135 +115,47 @@ def test_a_fault_has_one_message_with_its_place(old: str, new: str, message: str
     assert "\n" not in str(caught.value)
 
 
-def test_an_accuracy_that_no_variant_reaches_says_the_best() -> None:
-    with pytest.raises(InfeasibleError, match=r"small.yaml:20:34: floor: .*best reachable is 95%"):
-        plan_workflow(small(("floor: 75%", "floor: 96%")))
-    plan_workflow(small(("floor: 75%", "floor: 95%")))
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("rate: 10", "rate: 1e-30", "published.yaml:1:25: rate: '1e-30/s' is out of range: less"),
+        ("cpu: 50", "cpu: 9e11", "published.yaml:8:21: cpu: '9e11ms' is out of range: more"),
+        ("cpu: 50", "cpu: 1e-300", "less than 1 ns"),
+        ("cpu: 50", "cpu: 0", "is no time at all"),
+        ("cpu: 50", "cpu: 50ms", "expected a number (of ms), got '50ms'"),
+        ("cpu: 50", "cpi: 50", "unknown worker 'cpi'"),
+        ("price: 0.1", "price: 1e300", "more than a million dollars"),
+        ("kb: 100", "kb: -100", "it is negative"),
+        ("floor: 60", "floor: 101", "more than 100%"),
+        ("{image:", "{look:", "published.yaml:1:11: 'look' is an operator, too"),
+        ("tier: 1", "tier: 0", "expected a whole number >= 1"),
+    ],
+)
+def test_published_numbers_have_the_ranges_and_names_of_the_other_format(
+    old: str, new: str, message: str
+) -> None:
+    assert old in PUBLISHED
+    with pytest.raises(InputError) as caught:
+        read_workflow(PUBLISHED.replace(old, new, 1), "published.yaml")
+    assert message in str(caught.value)
 
 
-def test_a_rate_that_no_workers_carry_says_how_far_it_is_and_what_would() -> None:
-    workflow = small(("rate: 40/s", "rate: 500/s"))
-    with pytest.raises(InfeasibleError) as caught:
-        plan_workflow(workflow)
-    said = str(caught.value)
-    assert said.startswith("small.yaml:3:3: no set of workers carries the rate: ")
-    more = caught.value.document["more_workers"]
-    assert isinstance(more, dict)
-    workers = tuple(replace(w, count=w.count + more.get(w.name, 0)) for w in workflow.workers)
-    plan_workflow(replace(workflow, workers=workers))  # what would, does
-    share = caught.value.document["share"]
-    assert isinstance(share, float)
-    for part, fits in ((share * 0.999, True), (share * 1.001, False)):
-        slower = replace(workflow, sources=(Source("frames", 500 * part),))
-        try:
-            plan_workflow(slower)
-            assert fits
-        except InfeasibleError:
-            assert not fits
-
-
-def test_a_latency_that_no_plan_has_says_the_least() -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        plan_workflow(replace(small(), latency_s=1e-3))
-    least = caught.value.document["least_latency_s"]
-    assert isinstance(least, float)
-    plan = plan_workflow(replace(small(), latency_s=least * 1.01))
-    assert in_time(plan)
-    with pytest.raises(InfeasibleError, match="none is below"):
-        plan_workflow(replace(small(), latency_s=least * 0.99))
-
-
-# --- queues -------------------------------------------------------------------------------------
-
-
-def test_waits_are_those_of_an_m_d_1_queue() -> None:
-    assert wait_s(0.01, 50, 50, 0) == pytest.approx(0.01 * 0.5 / (2 * 0.5))
-    assert wait_s(0.01, 100, 100, 0) == float("inf")
-    for u in (0.2, 0.6, 0.9):
-        slope, at_zero = tangent(u, 0.3)
-        for v in (0.0, 0.1, 0.5, 0.95):
-            present = v + v * v * 1.3 / (2 * (1 - v))
-            assert slope * v + at_zero <= present + 1e-12
-        assert slope * u + at_zero == pytest.approx(u + u * u * 1.3 / (2 * (1 - u)))
-
-
-def test_no_other_split_waits_less_than_a_balanced_one() -> None:
-    workers = {"a": (2, 0.01), "b": (1, 0.03), "c": (3, 0.2)}
-    rates = balanced(workers, 150.0, 150.0, 0.0)
-    assert sum(rates.values()) == pytest.approx(150.0)
-
-    def present(split: dict[str, float]) -> float:
-        each = {name: split[name] / n for name, (n, _) in workers.items()}
-        return sum(
-            split[name] * (s + wait_s(s, each[name], 150, 0)) for name, (_, s) in workers.items()
-        )
-
-    for more, less in (("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")):
-        moved = {**rates, more: rates[more] + 0.2, less: rates[less] - 0.2}
-        if moved[less] >= 0:
-            assert present(rates) <= present(moved)
-
-
-def test_the_simulation_is_that_of_an_event_list() -> None:
-    rng = Random(0)
-    arrivals = np.cumsum([rng.expovariate(80) for _ in range(500)])
-    events: list[tuple[float, int, str]] = []
-    for number, at in enumerate(arrivals):
-        heappush(events, (float(at), number, "arrives"))
-    queue: list[int] = []
-    busy, ends = False, {}
-    while events:
-        now, number, what = heappop(events)
-        if what == "arrives":
-            queue.append(number)
-        else:
-            ends[number], busy = now, False
-        if queue and not busy:
-            busy = True
-            heappush(events, (now + 0.01, queue.pop(0), "ends"))
-    workflow = small()
-    plan = plan_workflow(workflow)
-    waits = _waits(arrivals, 0.01, plan.loads[0], np.random.default_rng(0))
-    assert arrivals + waits + 0.01 == pytest.approx([ends[n] for n in range(500)])
-
-
-def test_a_wrong_wait_is_seen_by_the_simulation() -> None:
-    """Negative control: service alone, without waits, is not what is simulated."""
-    plan = plan_workflow(replace(small(), latency_s=0.06))
-    played = play(plan, 60_000)
-    assert played.latency_s == pytest.approx(plan.latency_s, rel=0.05)
-    service = sum(
-        load.rate_per_s
-        / 40
-        * plan.workflow.operator(load.operator).variant(load.variant).latency_s[load.worker]
-        for load in plan.loads
-    )
-    assert played.latency_s > 1.1 * service
-
-
-def test_messages_that_come_together_wait_for_each_other() -> None:
-    worker = Worker("w", 0, 1.0, 4)
-    operators = tuple(Operator(n, (Variant("only", {"w": 0.01}),)) for n in "ab")
-    edges = Edge("s", "a", {"": 0.0}), Edge("a", "b", {"": 0.0}, 3.0)
-    workflow = Workflow(
-        "n", ("t",), (Source("s", 10.0),), operators, edges, (worker,), {}, latency_s=0.06
-    )
-    plan = plan_workflow(workflow)
-    played = play(plan, 60_000)
-    assert played.operators_s["b"] == pytest.approx(plan.operator_s("b"), rel=0.03)
-
-
-@pytest.mark.parametrize("name", names())
-def test_examples_are_served_as_planned(name: str) -> None:
-    workflow = load(path_of(f"example:{name}"))
-    plan = plan_workflow(replace(workflow, latency_s=workflow.latency_s or 0.2))
-    assert in_time(plan)
-    played = play(plan, 150_000)
-    wanted = min(workflow.rates[sink] for sink in workflow.sinks)
-    assert played.rate_per_s == pytest.approx(wanted, rel=0.05)
-    whole = expected(plan)
-    assert played.latency_s == pytest.approx(whole.latency_s, rel=0.05)
-    assert played.end_to_end_s == pytest.approx(whole.end_to_end_s, rel=0.05)
+def test_what_is_in_no_row_of_a_table_is_not_allowed_whatever_the_floor() -> None:
+    plain = ((", accuracy: 80%", ""), (", accuracy: 95%", ""))
+    rows = "[{detect: good, accuracy: 90%}]"
+    costs = []
+    for floor in ("0%", "1%"):
+        table = f"accuracy: {{rule: table, floor: {floor}, table: {rows}}}"
+        workflow = small(*plain, ("accuracy: {rule: product, floor: 75%}", table))
+        for method in (Method.EXACT, Method.JELLYBEAN):
+            plan = plan_workflow(workflow, method)
+            assert plan.variants["detect"] == "good"
+            costs.append(plan.usd_per_h)
+    assert costs == pytest.approx([costs[0]] * 4)
+    edge = (("good: {latency: {box: 90ms, gpu: 9ms}", "good: {latency: {gpu: 9ms}"), *plain)
+    none = small(*edge, ("accuracy: {rule: product, floor: 75%}", table))
+    with pytest.raises(InfeasibleError, match="no row of the table is of variants that are"):
+        plan_workflow(none, Method.ALL_EDGE)
 
 
 # --- profiles -----------------------------------------------------------------------------------
@@ -296,6 +173,7 @@ def test_a_profile_is_a_file_that_a_workflow_reads(tmp_path: Path) -> None:
         ("box", "bax", "is of the worker 'bax'"),
         ("fast", "fest", "names 'detect/fest', which is none; did you mean 'detect/fast'"),
         ("12.5ms", "12.5", "has no unit"),
+        ("12.5ms", "0ms", "is no time at all"),
     ):
         changed = profile_text(profile).replace(old, new)
         (tmp_path / "box.yaml").write_text(changed, encoding="utf-8")
@@ -308,7 +186,7 @@ def test_models_are_timed_on_this_machine(
 ) -> None:
     file = tmp_path / "timed.yaml"
     file.write_text(SMALL.replace("fast: {", "fast: {model: 'zoo:mlp', "), encoding="utf-8")
-    assert models(file) == {("detect", "fast"): "zoo:mlp"}
+    assert models(file, "box") == {("detect", "fast"): "zoo:mlp"}
     out = tmp_path / "box.yaml"
     flags = ["--worker", "box", "--out", str(out), "--repetitions", "3", "--json"]
     assert cli.main(["workflow", "profile", str(file), *flags]) == 0
@@ -318,7 +196,27 @@ def test_models_are_timed_on_this_machine(
     assert 0 < found < 10
     (tmp_path / "none.yaml").write_text(SMALL, encoding="utf-8")
     with pytest.raises(InputError, match="no variant has a `model`"):
-        models(tmp_path / "none.yaml")
+        models(tmp_path / "none.yaml", "box")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "worker", "message"),
+    [
+        ("40/s", "40/s", "nosuch", "--worker: unknown worker 'nosuch'"),
+        ("40/s", "40", "box", "has no unit"),
+        ("to: report", "to: reprot", "box", "unknown operator 'reprot'"),
+    ],
+)
+def test_faults_of_a_file_are_told_before_models_are_timed(
+    old: str, new: str, worker: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "timed.yaml"
+    text = SMALL.replace("fast: {latency: {box: 20ms, gpu: 4ms}", "fast: {model: 'zoo:mlp'")
+    file.write_text(text + "profiles: [to-come.yaml]\n", encoding="utf-8")
+    assert models(file, "box") == {("detect", "fast"): "zoo:mlp"}
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        models(file, worker)
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -339,19 +237,29 @@ def test_exit_codes_are_those_of_the_contract(
     assert json.loads(said.out)["infeasible"]["best_accuracy"] == 0.95
     assert f"{file}:20:34: " in said.err
     assert cli.main(["workflow", "plan", str(file), "--latency", "5"]) == 2
+    assert cli.main(["workflow", "plan", str(file), "--latency", "0s"]) == 2
+    assert "'0s' is no time at all" in capsys.readouterr().err
     assert cli.main(["workflow", "plan", "example:cams"]) == 2
     assert cli.main(["workflow", "simulate", str(tmp_path / "none.yaml")]) == 2
 
 
-@pytest.mark.parametrize("method", list(Method))
-def test_each_method_says_what_it_did(method: Method, capsys: pytest.CaptureFixture[str]) -> None:
-    code = cli.main(["workflow", "plan", "example:cameras", "--method", method.value])
+@pytest.mark.parametrize(
+    ("method", "code", "words"),
+    [
+        (Method.EXACT, 0, "traffic cameras: exact, one-way traffic"),
+        (Method.JELLYBEAN, 0, "misses the latency bound, which jellybean does not look at"),
+        (Method.GREEDY, 0, "misses the latency bound, which greedy does not look at"),
+        (Method.ALL_CLOUD, 0, "traffic cameras: all-cloud, one-way traffic"),
+        (Method.ALL_EDGE, 3, "would (all-edge: in 'roadside' alone)"),
+    ],
+)
+def test_each_method_says_what_it_did(
+    method: Method, code: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["workflow", "plan", "example:cameras", "--method", method.value]) == code
     said = capsys.readouterr()
-    if code == 0:
-        assert f"traffic cameras: {method}, one-way traffic" in said.out
-    else:
-        assert code == 3
-        assert "error: not all operators can run in 'roadside' alone (all-edge)" in said.err
+    assert words in (said.err if code else said.out)
+    assert ("misses the latency bound" in said.out) == ("misses" in words)
 
 
 HARD = """

@@ -25,6 +25,7 @@ _BOTH = re.compile(
 # What no machine has or will have soon: most likely a slip of the unit.
 MOST_BYTES, MOST_BYTES_PER_S, MOST_FLOPS_PER_S, MOST_SECONDS = 2**60, 1e18, 1e24, 3600.0
 MOST_DOLLARS, MOST_COUNT, MOST_REQUESTS_PER_S = 1e6, 1e21, 1e9
+LEAST_REQUESTS_PER_S, LEAST_SERVICE_S = 1e-6, 1e-9
 PER_DEVICE_HOUR = ("/gpu-h", "/device-h")
 # As tokens are counted: B is a billion.
 COUNTS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -78,6 +79,14 @@ def parse_seconds(text: str) -> float:
     if unit not in PER_SECOND:
         raise _unknown(text, unit, expected)
     return _plausible(number / PER_SECOND[unit], text, MOST_SECONDS, "an hour")
+
+
+def parse_service_s(text: str) -> float:
+    """Seconds that something takes at least a little of: `5us`, `0.3ms`, never 0."""
+    seconds = parse_seconds(text)
+    if not seconds:
+        raise InputError(f"{text!r} is no time at all; write more than 0")
+    return _plausible(seconds, text, MOST_SECONDS, "an hour", LEAST_SERVICE_S, "1 ns")
 
 
 def parse_flops_per_s(text: str) -> float:
@@ -135,7 +144,8 @@ def parse_requests(text: str) -> float:
     per = {"/s": 1.0, "/min": 60.0, "/h": 3600.0}.get(unit.removeprefix("requests").strip())
     if per is None:
         raise InputError(f"{text!r} has the unit {unit!r}; write {expected}")
-    return _plausible(_positive(number / per, text), text, MOST_REQUESTS_PER_S, "1e9/s")
+    rate = _positive(number / per, text)
+    return _plausible(rate, text, MOST_REQUESTS_PER_S, "1e9/s", LEAST_REQUESTS_PER_S, "1e-6/s")
 
 
 def parse_mean_bytes(text: str) -> float:

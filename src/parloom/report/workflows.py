@@ -8,7 +8,8 @@ from rich.text import Text
 
 from parloom.cost.units import format_dollars, format_rate, format_seconds
 from parloom.report.rows import Rows
-from parloom.workflow.model import Worker, Workflow
+from parloom.workflow.exact import in_time
+from parloom.workflow.model import Rule, Worker, Workflow
 from parloom.workflow.plan import Load, Plan
 from parloom.workflow.simulate import Expected, Played
 
@@ -26,7 +27,7 @@ def plan_document(plan: Plan, whole: Expected, search_s: float) -> dict[str, Any
         "bound_usd_per_h": plan.bound_usd_per_h,
         "gap": plan.gap,
         "accuracy": plan.accuracy,
-        "accuracy_floor": workflow.accuracy.floor or None,
+        "accuracy_floor": None if workflow.accuracy.rule is Rule.NONE else workflow.accuracy.floor,
         "latency_s": plan.latency_s,
         "latency_bound_s": workflow.latency_s,
         "in_time": _in_time(plan),
@@ -57,7 +58,7 @@ def plan_document(plan: Plan, whole: Expected, search_s: float) -> dict[str, Any
         ],
         "search_s": search_s,
         "interrupted": plan.interrupted,
-        "assumptions": list(workflow.assumed),
+        "assumptions": _assumptions(workflow),
     }
 
 
@@ -81,8 +82,15 @@ def _traffic(workflow: Workflow) -> str:
 
 
 def _in_time(plan: Plan) -> bool | None:
-    most = plan.workflow.latency_s
-    return None if most is None else plan.latency_s <= most * (1 + 1e-6)
+    return None if plan.workflow.latency_s is None else in_time(plan)
+
+
+def _assumptions(workflow: Workflow) -> list[str]:
+    ends = [tuple(workflow.tiers[tier] for tier in pair) for pair in workflow.unused_links]
+    return [
+        *workflow.assumed,
+        *(f"traffic is one-way: the link from {a!r} to {b!r} is not used" for a, b in ends),
+    ]
 
 
 def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableType:
@@ -99,8 +107,11 @@ def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableTyp
         advice = f"{plan.method} looks at no bound" if bounded else "--latency leaves room"
         busy = f"{', '.join(full)}: busy all the time, so that waits grow for ever; {advice}"
         lines += [Text(""), Text(busy)]
-    if workflow.assumed:
-        lines += [Text(""), *(Text(f"assumed {line}") for line in workflow.assumed)]
+    if _in_time(plan) is False:
+        late = f"this plan misses the latency bound, which {plan.method} does not look at;"
+        lines += [Text(""), Text(f"{late} --method exact keeps it, where a plan does")]
+    if assumed := _assumptions(workflow):
+        lines += [Text(""), *(Text(f"assumed {line}") for line in assumed)]
     if plan.interrupted:
         lines += [Text(""), Text("the search was interrupted: the best plan so far")]
     return Group(*lines, Text(""), Text(f"next: {next_command}"))
@@ -129,10 +140,10 @@ def _reached(plan: Plan, whole: Expected) -> list[str]:
     found.append(f"latency {seconds(plan.latency_s)} on the slowest path (M/D/1){asked}{late}")
     found.append(f"  {' -> '.join(plan.path)}")
     if math.isfinite(whole.latency_s):
-        found.append(
-            f"  expected {seconds(whole.latency_s)}, as queues behind others are shorter;"
-            f" {seconds(whole.end_to_end_s)} from end to end, joins waited for"
-        )
+        line = f"  expected {seconds(whole.latency_s)}, as queues behind others are shorter"
+        end = whole.end_to_end_s
+        joins = "" if end is None else f"; {seconds(end)} from end to end, joins waited for"
+        found.append(line + joins)
     return found
 
 
@@ -248,7 +259,8 @@ def played_screen(plan: Plan, whole: Expected, played: Played) -> RenderableType
     rate = f"{wanted:.4g}/s", f"{played.rate_per_s:.4g}/s"
     table.add_row("rate", *rate, _difference(wanted, played.rate_per_s))
     rows = [("slowest path", whole.latency_s, played.latency_s)]
-    rows += [("end to end", whole.end_to_end_s, played.end_to_end_s)]
+    end = float("nan") if whole.end_to_end_s is None else whole.end_to_end_s
+    rows += [("end to end", end, played.end_to_end_s)]
     rows += [
         (f"  {o.name}", whole.operators_s[o.name], played.operators_s[o.name])
         for o in workflow.order

@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from parloom.search.linear import LinearProgram
-from parloom.workflow.model import Rule, Variant, Workflow
+from parloom.workflow.model import ROUNDING, Rule, Variant, Workflow
 
-ROUNDING = 1e-9
+IN_NO_ROW = -math.inf
+"""The accuracy of variants that a table does not list: below any floor."""
 Chosen = Mapping[str, str]
 """Variants by operator."""
 
@@ -41,7 +42,7 @@ def _best(workflow: Workflow, allowed: Mapping[str, Sequence[str]]) -> float | N
         fits = [
             a for row, a in rows if all(v in allowed[n] for n, v in zip(names, row, strict=True))
         ]
-        return max(fits, default=0.0)
+        return max(fits, default=IN_NO_ROW)
     variants = {
         operator.name: [v for v in operator.variants if v.name in allowed[operator.name]]
         for operator in workflow.order
@@ -69,10 +70,10 @@ def add_floor(
 ) -> None:
     """Rows that allow just the variants that reach the floor; `picks` are columns of variants."""
     rule, floor = workflow.accuracy.rule, workflow.accuracy.floor
-    if rule is Rule.NONE or floor <= 0:
-        return
-    if rule is Rule.TABLE:
+    if rule is Rule.TABLE:  # with any floor: what is in no row is not allowed
         _add_table(program, workflow, picks)
+    elif rule is Rule.NONE or floor <= 0:
+        return
     elif rule is Rule.PRODUCT:
         for sink in workflow.sinks:
             terms = {}

@@ -16,13 +16,11 @@ from itertools import islice
 
 from parloom.workflow.accuracy import accuracy_of, best_accuracy, meets
 from parloom.workflow.exact import routed
-from parloom.workflow.model import Edge, Operator, Variant, Worker, Workflow
+from parloom.workflow.model import ROUNDING, SOLVED, Edge, Operator, Variant, Worker, Workflow
 from parloom.workflow.plan import Plan
 from parloom.workflow.program import HOUR_S, Place
 
 WIDTH, ORDERS = 10, 10
-ENOUGH = 1e-9
-SAME = 1e-6
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def jellybean(
     ]
     if not found:
         return None
-    least = min(usd for usd, *_ in found) * (1 + SAME)
+    least = min(usd for usd, *_ in found) * (1 + SOLVED)
     same = [one for one in found if one[0] <= least]
     _, _, variants, state = min(same, key=lambda one: one[1])
     return routed(workflow, variants, state.counts, state.rates, method=method)
@@ -184,14 +182,14 @@ def _cover(
     free.sort(key=lambda one: (one[0], one[0] / one[2]))
     left = {worker.name: state.left[worker.name] for _, worker, _ in free}
     taken: list[tuple[Worker, float]] = []
-    while rest > ENOUGH * whole:
+    while rest > ROUNDING * whole:
         if not free:
             return None
         lowest = min(worker.tier for _, worker, _ in free)
         alone = [
             (worker.usd_per_h + rest * sent[lowest], -latency, worker, latency)
             for _, worker, latency in free
-            if worker.tier == lowest and rest * latency <= 1 + ENOUGH
+            if worker.tier == lowest and rest * latency <= 1 + ROUNDING
         ]
         if alone:
             _, _, worker, latency = min(alone, key=lambda one: one[:2])

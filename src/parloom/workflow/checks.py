@@ -1,6 +1,6 @@
 """What any file of a workflow has to hold, whatever its format, told with line and column."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from parloom.cost.strict_yaml import Section
@@ -15,6 +15,50 @@ def known(section: Section, key: str, what: str, names: Sequence[str]) -> str:
         hint = nearest(name, names)
         raise section.error(section.get(key), f"{key}: unknown {what} {name!r}{hint}")
     return name
+
+
+def source_names(section: Section, operators: tuple[Operator, ...]) -> tuple[str, ...]:
+    """The names of sources; no operator has one of them."""
+    names = section.named()
+    for name in names:
+        if any(operator.name == name for operator in operators):
+            raise section.error(section.key(name), f"{name!r} is an operator, too; name one anew")
+    return names
+
+
+def latencies_of(
+    section: Section, workers: tuple[Worker, ...], parse: Callable[[str], float]
+) -> dict[str, float]:
+    """Seconds by worker."""
+    names = [worker.name for worker in workers]
+    found = {}
+    for name in section.named():
+        if name not in names:
+            raise section.error(section.key(name), f"unknown worker {name!r}{nearest(name, names)}")
+        found[name] = section.parse(name, parse)
+    return found
+
+
+def edge_of(
+    section: Section,
+    key: str,
+    sources: tuple[Source, ...],
+    operators: tuple[Operator, ...],
+    parse: Callable[[str], float],
+    ratio: float = 1.0,
+) -> Edge:
+    """Messages from `from` to `to`, whose sizes are at `key`: one, or by the producer's variant."""
+    by_name = {operator.name: operator for operator in operators}
+    producer = known(section, "from", "source or operator", [*(s.name for s in sources), *by_name])
+    consumer = known(section, "to", "operator", list(by_name))
+    if not section.is_mapping(key):
+        return Edge(producer, consumer, {"": section.parse(key, parse)}, ratio)
+    sizes = section.section(key)
+    if producer not in by_name:
+        raise section.error(sizes.node, f"{key}: {producer!r} is a source and has no variants")
+    variants = tuple(variant.name for variant in by_name[producer].variants)
+    sizes.check(variants)
+    return Edge(producer, consumer, {name: sizes.parse(name, parse) for name in variants}, ratio)
 
 
 def check_graph(

@@ -10,15 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from parloom.workflow.model import Workflow
+from parloom.workflow.model import ROUNDING, SOLVED, Workflow
 from parloom.workflow.plan import Flow, Plan, flow_of, load_of
-from parloom.workflow.program import BUSIEST, COST, Allowed, Goal, Place, Program
+from parloom.workflow.program import BUSIEST, COST, Goal, Place, Program
 from parloom.workflow.queueing import balanced, together
 from parloom.workflow.solve import Found, solve
 
-NOTHING = 1e-9
-LATE, NEAR = 1e-6, 1e-4
-"""Share of the latency bound by which a plan may miss it: the solver's tolerance."""
+NEAR = 1e-4
+"""Of waits, where a latency is only to be told."""
 MOST_ROUNDS = 60
 
 
@@ -26,7 +25,6 @@ def cheapest(
     workflow: Workflow,
     *,
     method: str = "exact",
-    allowed: Allowed = lambda operator, worker: True,
     start: Plan | None = None,
     gap: float = 1e-7,
     seconds: float | None = None,
@@ -36,7 +34,7 @@ def cheapest(
 
     None where there is none; `start` is a plan to begin with, and the answer where none is better.
     """
-    program = Program(workflow, COST, allowed)
+    program = Program(workflow, COST)
     ends = None if seconds is None else time.monotonic() + seconds
     begin = _columns(program, start) if start is not None else None
     bound = 0.0
@@ -65,27 +63,41 @@ def cheapest(
     return replace(best, method=method, bound_usd_per_h=least, interrupted=found.interrupted)
 
 
-def least_latency(workflow: Workflow) -> float:
-    """A latency that no plan is below, near the least there is; infinite where there is no plan."""
-    program = Program(workflow, Goal(latency=True))
+def refined(workflow: Workflow, goal: Goal, off: float) -> tuple[Program, Found, float]:
+    """A program with lines where its solution waits, within `off`, that solution, and the bound."""
+    program = Program(workflow, goal)
     bound = 0.0
     for _ in range(MOST_ROUNDS):
         found = solve(program.lp, NEAR)
+        if found.interrupted:
+            raise KeyboardInterrupt
         bound = max(bound, found.bound)
-        if found.values is None or not _add_lines(program, found, NEAR):
+        if found.values is None or not _add_lines(program, found, off):
             break
-    return bound
+    return program, found, bound
+
+
+def least_latency(workflow: Workflow) -> tuple[float, Plan | None]:
+    """A latency that no plan is below, near the least there is, and a plan that is near it.
+
+    Infinite, and None, where there is no plan.
+    """
+    program, found, bound = refined(workflow, Goal(latency=True), NEAR)
+    if found.values is None:
+        return bound, None
+    variants, counts = variants_in(program, found.values), counts_in(program, found.values)
+    return bound, routed(replace(workflow, latency_s=bound * (1 + 10 * NEAR)), variants, counts)
 
 
 def best_is_proved(best: Plan | None, bound: float, gap: float) -> bool:
     """Whether the bound is as near as asked for."""
-    return best is not None and best.usd_per_h - bound <= gap * max(best.usd_per_h, NOTHING)
+    return best is not None and best.usd_per_h - bound <= gap * max(best.usd_per_h, ROUNDING)
 
 
 def in_time(plan: Plan) -> bool:
     """Whether the plan keeps the latency bound, if there is one."""
     most = plan.workflow.latency_s
-    return most is None or plan.latency_s <= most * (1 + LATE)
+    return most is None or plan.latency_s <= most * (1 + SOLVED)
 
 
 def _is_better(plan: Plan, than: Plan | None) -> bool:
@@ -97,7 +109,7 @@ def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
     return {
         place: round(values[column])
         for place, column in program.counts.items()
-        if values[column] > 0.5 and values[program.shares[place]] > NOTHING
+        if values[column] > 0.5 and values[program.shares[place]] > ROUNDING
     }
 
 
@@ -129,7 +141,7 @@ def routed(
     """
     plain = workflow if rates is None else replace(workflow, latency_s=None)
     for _ in range(MOST_ROUNDS):
-        program = Program(plain) if like is None else Program(plain, allowed=like.allowed)
+        program = Program(plain)
         if like is not None:
             program.lp.rows = list(like.lp.rows)
         program.fix(variants, counts, rates)
@@ -159,7 +171,7 @@ def _plan(
     )
     flows: list[Flow] = []
     for key, column in program.flows.items():
-        if values[column] > NOTHING:
+        if values[column] > ROUNDING:
             producer, _, consumer, *pair = key
             edge = next(e for e in workflow.inputs(consumer) if e.producer == producer)
             size = edge.size(variants.get(producer, ""))
@@ -181,26 +193,26 @@ def _balanced(
     found: dict[Place, float] = {}
     for (name, _), places in groups.items():
         rate = math.fsum(rates[place] for place in places)
-        if rate <= NOTHING * workflow.rates[name]:
+        if rate <= ROUNDING * workflow.rates[name]:
             continue
         workers = {
             worker: (counts[place], workflow.operator(name).variant(variant).latency_s[worker])
             for place in places
             for _, variant, worker in [place]
         }
-        others = together(workflow)[name]
+        others = together(workflow, name)
         shares = balanced(workers, rate, workflow.rates[name], others)
         found |= {place: shares[place[2]] for place in places if shares[place[2]] > 0}
     return found
 
 
-def _add_lines(program: Program, found: Found, off: float = LATE / 10) -> bool:
+def _add_lines(program: Program, found: Found, off: float = SOLVED / 10) -> bool:
     """Tangents where the solution waits longer than its lines say; whether there were any."""
     assert found.values is not None
     added = False
     for place, column in program.times.items():
         count, share = found.values[program.counts[place]], found.values[program.shares[place]]
-        if share <= NOTHING or count < 0.5:
+        if share <= ROUNDING or count < 0.5:
             continue
         rate = program.workflow.rates[place[0]]
         load = load_of(program.workflow, place, round(count), share * rate)

@@ -10,6 +10,11 @@ from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
+ROUNDING = 1e-9
+"""Shares and parts below this are rounding."""
+SOLVED = 1e-6
+"""Share by which a plan may miss what is asked for: the solver's tolerance."""
+
 
 class Rule(StrEnum):
     """How the accuracy of a workflow follows from those of its variants."""
@@ -120,6 +125,16 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
+class Messages:
+    """Of the requests of the fastest source: the share that has messages here, and how many each
+    of those has on average.
+    """
+
+    present: float
+    each: float
+
+
+@dataclass(frozen=True, slots=True)
 class Positions:
     """Where a file says what a plan may fail to reach, as `file:line:column`."""
 
@@ -177,6 +192,23 @@ class Workflow:
             )
         return found
 
+    @cached_property
+    def fastest_per_s(self) -> float:
+        """The rate of the fastest source."""
+        return max(source.rate_per_s for source in self.sources)
+
+    @cached_property
+    def messages(self) -> Mapping[str, Messages]:
+        """Of each source and operator, per request; a join has as many as its scarcest input."""
+        fastest = self.fastest_per_s
+        found = {s.name: Messages(s.rate_per_s / fastest, 1.0) for s in self.sources}
+        for operator in self.order:
+            inputs = [(found[edge.producer], edge.ratio) for edge in self.inputs(operator.name)]
+            present = min(sent.present * min(1.0, ratio * sent.each) for sent, ratio in inputs)
+            each = max(1.0, self.rates[operator.name] / fastest / present)
+            found[operator.name] = Messages(present, each)
+        return found
+
     def inputs(self, name: str) -> tuple[Edge, ...]:
         return self._by_consumer[name]
 
@@ -206,6 +238,11 @@ class Workflow:
         if sender > receiver and not self.two_way:
             return None
         return self.links.get((sender, receiver), INSIDE if sender == receiver else None)
+
+    @property
+    def unused_links(self) -> tuple[tuple[int, int], ...]:
+        """Links that a file lists and one-way traffic does not use."""
+        return tuple(pair for pair in self.links if self.link(*pair) is None)
 
     def worker(self, name: str) -> Worker:
         return self._workers[name]

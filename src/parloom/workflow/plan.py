@@ -125,7 +125,7 @@ def load_of(workflow: Workflow, place: Place, count: int, rate_per_s: float) -> 
     name, variant, worker = place
     latency = workflow.operator(name).variant(variant).latency_s[worker]
     each = rate_per_s / count
-    waits = wait_s(latency, each, workflow.rates[name], together(workflow)[name])
+    waits = wait_s(latency, each, workflow.rates[name], together(workflow, name))
     return Load(name, variant, worker, count, rate_per_s, each * latency, latency + waits)
 
 

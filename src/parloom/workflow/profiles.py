@@ -40,11 +40,11 @@ def read_profile(path: Path) -> Profile:
 
 def _latency(variants: Section, name: str) -> float:
     if not variants.is_mapping(name):
-        return variants.parse(name, units.parse_seconds)
+        return variants.parse(name, units.parse_service_s)
     own = variants.section(name)
     own.check(("time",), ("spread",))
     own.text_or("spread", "")
-    return own.parse("time", units.parse_seconds)
+    return own.parse("time", units.parse_service_s)
 
 
 def profile_text(profile: Profile) -> str:

@@ -8,29 +8,31 @@ beats: costs depend on sums only, and waits are convex.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parloom.search.linear import LinearProgram
 from parloom.workflow.accuracy import add_floor
-from parloom.workflow.model import Edge, Operator, Variant, Worker, Workflow
+from parloom.workflow.model import ROUNDING, Edge, Operator, Variant, Workflow
 from parloom.workflow.queueing import UTILIZATIONS, tangent, together
 
 HOUR_S = 3600.0
 BUSIEST = 0.999
 """The most that a worker is busy where there is a latency bound: a wait of 500 latencies."""
 MOST_DIVISORS = 12
-LEAST_PART, ROUNDING = 1e-3, 1e-9
+LEAST_PART = 1e-3
+SPARE = 10
+"""So many times the workers that carry a rate may be asked for where it is to be in time."""
 Place = tuple[str, str, str]
 """An operator, its variant, and a type of workers."""
 FlowKey = tuple[str, str, str, int, int]
 """Producer, its variant ("" where all send alike), consumer, and the tiers of both."""
-Allowed = Callable[[Operator, Worker], bool]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is made small: dollars (by default), latency, or less of the rates left out.
+    """What is made small: dollars (by default), latency, or less of the rates left out (`scale`,
+    whose waits are not looked at).
 
     `more_workers`: the dollars of workers beyond those that are there, instead of all dollars.
     """
@@ -49,7 +51,6 @@ class Program:
 
     workflow: Workflow
     goal: Goal = COST
-    allowed: Allowed = lambda operator, worker: True
     lp: LinearProgram = field(default_factory=LinearProgram)
     picks: dict[tuple[str, str], int] = field(default_factory=dict)
     counts: dict[Place, int] = field(default_factory=dict)
@@ -74,8 +75,13 @@ class Program:
 
     @property
     def timed(self) -> bool:
-        bounded = self.workflow.latency_s is not None
-        return self.goal.latency or (bounded and not self.goal.scale and not self.goal.more_workers)
+        """Whether waits count, and are in time."""
+        return self.goal.latency or (self.workflow.latency_s is not None and not self.goal.scale)
+
+    @property
+    def busiest(self) -> float:
+        """The most that a worker is busy; no wait has a mean where it is busy all the time."""
+        return BUSIEST if self.goal.latency or self.workflow.latency_s is not None else 1.0
 
     def paid(self, usd_per_h: float) -> float:
         """The cost of a column whose dollars count, if dollars are the goal."""
@@ -102,21 +108,19 @@ class Program:
         cover: dict[int, float] = {}
         for name, latency in variant.latency_s.items():
             worker = self.workflow.worker(name)
-            if not self.allowed(operator, worker):
-                continue
             place = operator.name, variant.name, name
             # Share of the rate that one worker carries.
-            capacity = (BUSIEST if self.timed else 1.0) / (latency * rate)
+            capacity = self.busiest / (latency * rate)
             enough = math.ceil(1 / capacity * (1 - ROUNDING))
             most = worker.count if self.timed else min(worker.count, enough)
             if self.goal.more_workers:
-                most = enough
+                most = enough * SPARE if self.timed else enough
             count = self.lp.column(self.paid(worker.usd_per_h), high=float(most), integer=True)
             share = self.lp.column(0.0, high=1.0)
             self.lp.row({share: 1.0, count: -min(capacity, 1.0)}, high=0.0)
             self.counts[place], self.shares[place] = count, share
             shares.append(share)
-            cover[count] = capacity
+            cover[count] = min(capacity, 1.0)
         if self.scale is None:
             self._cover(cover, pick)
         return shares
@@ -132,13 +136,15 @@ class Program:
         self.lp.row({**capacities, pick: -1.0}, low=0.0)
         paid = sorted(capacities, key=lambda c: self.lp.costs[c] / capacities[c])
         for divisor in {round(capacities[c], 9) for c in paid[:MOST_DIVISORS]}:
+            if divisor < LEAST_PART:  # a part of so many workers matters little
+                continue
             whole = math.floor(1 / divisor)
             part = 1 / divisor - whole
             if part < LEAST_PART:
                 continue
             terms = {}
             for column, capacity in capacities.items():
-                times = min(capacity, 1.0) / divisor
+                times = capacity / divisor
                 under = math.floor(times + ROUNDING)
                 terms[column] = under + min(1.0, max(0.0, times - under) / part + ROUNDING)
             self.lp.row({**terms, pick: -(whole + 1.0)}, low=0.0)
@@ -261,7 +267,7 @@ class Program:
         name, variant, worker = place
         latency = self.workflow.operator(name).variant(variant).latency_s[worker]
         rate = self.workflow.rates[name]
-        batch = together(self.workflow)[name] / (rate * latency)
+        batch = together(self.workflow, name) / (rate * latency)
         slope, at_zero = tangent(utilization, batch)
         terms = {self.times[place]: 1.0, self.shares[place]: -slope * latency}
         self.lp.row({**terms, self.counts[place]: -at_zero / rate}, low=0.0)

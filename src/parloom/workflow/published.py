@@ -4,11 +4,19 @@ Rates are requests per second, `kb` KiB of a message, prices dollars per hour an
 GiB, latencies milliseconds, accuracies percent. Tier 1 is the edge, where the sources are.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
+from parloom.cost import units
 from parloom.cost.strict_yaml import Section
 from parloom.errors import InputError, nearest
-from parloom.workflow.checks import check_graph, check_workers, known
+from parloom.workflow.checks import (
+    check_graph,
+    check_workers,
+    edge_of,
+    latencies_of,
+    source_names,
+)
 from parloom.workflow.model import (
     Accuracy,
     Edge,
@@ -22,7 +30,6 @@ from parloom.workflow.model import (
     Workflow,
 )
 
-KIB, GIB = 1024.0, 1024.0**3
 UNITS = "$/h, $/GiB, KiB, ms, requests/s and percent, as the format of published numbers has them"
 
 
@@ -38,10 +45,10 @@ def read_published(root: Section) -> Workflow:
     operators = _operators(root.section("latency_ms"), workers)
     section = root.section("sources")
     sources = []
-    for name in section.named():
+    for name in source_names(section, operators):
         own = section.section(name)
         own.check(("rate",))
-        sources.append(Source(name, own.parse("rate", _positive)))
+        sources.append(Source(name, own.parse("rate", _in("/s", units.parse_requests))))
     edges = tuple(_edge(s, tuple(sources), operators) for s in root.sections("edges"))
     check_graph(root, "edges", tuple(sources), operators, edges)
     check_workers(root, tiers, workers, operators)
@@ -53,21 +60,20 @@ def read_published(root: Section) -> Workflow:
     return Workflow(name, tiers, *graph, positions=positions, assumed=(f"{root.where}: {UNITS}",))
 
 
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise InputError(f"expected a number, got {text!r}") from None
-    if not 0 <= number < 1e12:
-        raise InputError(f"expected a number from 0 on, got {text!r}")
-    return number
+def _in(unit: str, parse: Callable[[str], float]) -> Callable[[str], float]:
+    """A parser of numbers that are in one unit, with the ranges that hold where it is written."""
+
+    def parsed(text: str) -> float:
+        try:
+            float(text)
+        except ValueError:
+            raise InputError(f"expected a number (of {unit}), got {text!r}") from None
+        return parse(f"{text}{unit}")
+
+    return parsed
 
 
-def _positive(text: str) -> float:
-    number = _number(text)
-    if not number:
-        raise InputError("expected a number above 0, got 0")
-    return number
+PERCENT = _in("%", units.parse_percent)
 
 
 def _workers(section: Section) -> tuple[tuple[Worker, ...], tuple[str, ...]]:
@@ -75,7 +81,13 @@ def _workers(section: Section) -> tuple[tuple[Worker, ...], tuple[str, ...]]:
     for name in section.named():
         own = section.section(name)
         own.check(("price", "tier"))
-        workers.append(Worker(name, own.integer("tier") - 1, own.parse("price", _number)))
+        workers.append(
+            Worker(
+                name,
+                own.integer("tier") - 1,
+                own.parse("price", _in("USD/h", units.parse_usd_per_h)),
+            )
+        )
     last = max(worker.tier for worker in workers)
     if last > 9:
         raise section.error(section.node, f"tier {last + 1}: at most 10 are expected")
@@ -84,39 +96,26 @@ def _workers(section: Section) -> tuple[tuple[Worker, ...], tuple[str, ...]]:
 
 def _operators(section: Section, workers: tuple[Worker, ...]) -> tuple[Operator, ...]:
     """Keys are `operator/variant`."""
-    names = [worker.name for worker in workers]
     found: dict[str, list[Variant]] = {}
     for key in section.named():
         operator, slash, variant = key.partition("/")
         if not (operator and slash and variant):
             raise section.error(section.key(key), f"expected operator/variant, got {key!r}")
-        own = section.section(key)
-        for name in own.named():
-            if name not in names:
-                raise own.error(own.key(name), f"unknown worker {name!r}{nearest(name, names)}")
-        latencies = {name: own.parse(name, _positive) / 1e3 for name in own.names()}
+        milliseconds = _in("ms", units.parse_service_s)
+        latencies = latencies_of(section.section(key), workers, milliseconds)
         found.setdefault(operator, []).append(Variant(variant, latencies))
     return tuple(Operator(name, tuple(variants)) for name, variants in found.items())
 
 
 def _edge(section: Section, sources: tuple[Source, ...], operators: tuple[Operator, ...]) -> Edge:
     section.check(("from", "to", "kb"))
-    by_name = {operator.name: operator for operator in operators}
-    producer = known(section, "from", "source or operator", [*(s.name for s in sources), *by_name])
-    consumer = known(section, "to", "operator", list(by_name))
-    if not section.is_mapping("kb"):
-        return Edge(producer, consumer, {"": section.parse("kb", _number) * KIB})
-    sizes = section.section("kb")
-    if producer not in by_name:
-        raise section.error(sizes.node, f"kb: {producer!r} is a source and has no variants")
-    variants = tuple(variant.name for variant in by_name[producer].variants)
-    sizes.check(variants)
-    return Edge(producer, consumer, {name: sizes.parse(name, _number) * KIB for name in variants})
+    return edge_of(section, "kb", sources, operators, _in("KiB", units.parse_mean_bytes))
 
 
 def _links(section: Section, num_tiers: int) -> dict[tuple[int, int], Link]:
     section.check(("up", "down"))
-    up, down = (Link(section.parse(key, _number) / GIB) for key in ("up", "down"))
+    price = _in("USD/GiB", units.parse_usd_per_byte)
+    up, down = (Link(section.parse(key, price)) for key in ("up", "down"))
     tiers = range(num_tiers)
     return {(a, b): up if a < b else down for a in tiers for b in tiers if a != b}
 
@@ -128,7 +127,7 @@ def _accuracy(section: Section, operators: tuple[Operator, ...]) -> tuple[Accura
     a variant's name.
     """
     rows = tuple(name for name in section.named() if name != "floor")
-    floor = section.parse("floor", _percent)
+    floor = section.parse("floor", PERCENT)
     at = section.at(section.get("floor"))
     first = _named(section, rows[0], operators) if rows else None
     if first is None:
@@ -147,7 +146,7 @@ def _accuracy(section: Section, operators: tuple[Operator, ...]) -> tuple[Accura
             if len(pairs) != 1:
                 raise cells.error(cells.key(cell), f"{cell!r} names no single variant")
             second = pairs[0][0]
-            table[row, pairs[0][1].name] = cells.parse(cell, _percent)
+            table[row, pairs[0][1].name] = cells.parse(cell, PERCENT)
     assert second is not None
     return Accuracy(Rule.TABLE, floor, (first.name, second.name), table), at
 
@@ -158,10 +157,3 @@ def _named(section: Section, variant: str, operators: tuple[Operator, ...]) -> O
 
 def _names(variant: str) -> set[str]:
     return {variant, *variant.split("-")}
-
-
-def _percent(text: str) -> float:
-    number = _number(text)
-    if number > 100:
-        raise InputError(f"{text!r} is more than 100 percent")
-    return number / 100

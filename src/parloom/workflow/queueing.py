@@ -2,43 +2,42 @@
 
 Requests are sent to a worker at random, in the shares of the plan, so that those of a source arrive
 there as a Poisson process. With utilization u = rate x latency, the mean wait is
-latency x u / (2 (1 - u)). Where the messages of one request arrive together (ratio above one), a
-message waits for those of its own request, too: on average b of all workers', of which the rate's
-share comes to this one, and the wait is latency x (u + b x rate / all) / (2 (1 - u)).
+latency x u / (2 (1 - u)). Where messages of one request arrive together (ratio above one, and all
+inputs have as many), a message waits for those of its own request, too: on average b of all
+workers', of which the rate's share comes to this one, and the wait is
+latency x (u + b x rate / all) / (2 (1 - u)).
 """
 
 import math
 from collections.abc import Mapping
 
-from parloom.workflow.model import Workflow
+from parloom.workflow.model import ROUNDING, SOLVED, Workflow
 
 UTILIZATIONS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Where waits are laid tangents from the start."""
-FULL, BISECTIONS = 1e-9, 200
-ALWAYS = 1e-6
-"""A worker that is idle no more than this is busy all the time, but for rounding."""
+BISECTIONS = 200
 
 
-def together(workflow: Workflow) -> Mapping[str, float]:
-    """Of each operator: how many others of its request a message arrives with, on average.
+def together(workflow: Workflow, name: str) -> float:
+    """How many others of its request a message arrives with at an operator, on average.
 
-    E[n (n - 1)] / E[n] of n messages, the whole number below the ratio or the one above it.
+    Messages arrive together where they are made of one message of the input that comes last; which
+    that is is not known, so it is the one with the fewest. E[n (n - 1)] / E[n] of n messages, the
+    whole number below the mean or the one above it.
     """
-    found = {}
-    for operator in workflow.operators:
-        # The last input sets when a join begins, and its rate.
-        ratio = max(edge.ratio for edge in workflow.inputs(operator.name))
-        whole = int(ratio)
-        more = ratio - whole
-        pairs = (1 - more) * whole * (whole - 1) + more * (whole + 1) * whole
-        found[operator.name] = pairs / ratio
-    return found
+    of = workflow.messages
+    fewest = min(of[edge.producer].each for edge in workflow.inputs(name))
+    mean = max(1.0, of[name].each / fewest)
+    whole = int(mean)
+    more = mean - whole
+    pairs = (1 - more) * whole * (whole - 1) + more * (whole + 1) * whole
+    return pairs / mean
 
 
 def wait_s(latency_s: float, rate_per_s: float, all_per_s: float, others: float) -> float:
     """The mean wait before one worker; infinite where it is busy all the time."""
     utilization = latency_s * rate_per_s
-    if utilization >= 1 - ALWAYS:
+    if utilization >= 1 - SOLVED:
         return float("inf")
     met = utilization + others * rate_per_s / all_per_s
     return latency_s * met / (2 * (1 - utilization))
@@ -66,7 +65,7 @@ def balanced(
     c = (time / latency - 1) / (1 + batch).
     """
     capacity = math.fsum(count / latency for count, latency in workers.values())
-    if rate_per_s >= capacity * (1 - FULL):
+    if rate_per_s >= capacity * (1 - ROUNDING):
         share = rate_per_s / capacity
         return {name: share * count / latency for name, (count, latency) in workers.items()}
 

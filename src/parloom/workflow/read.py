@@ -11,7 +11,14 @@ from parloom.cost import units
 from parloom.cost.strict_yaml import Section, read
 from parloom.errors import InputError, nearest
 from parloom.input_files import MIB, read_input
-from parloom.workflow.checks import check_graph, check_workers, known
+from parloom.workflow.checks import (
+    check_graph,
+    check_workers,
+    edge_of,
+    known,
+    latencies_of,
+    source_names,
+)
 from parloom.workflow.model import (
     Accuracy,
     Edge,
@@ -47,12 +54,15 @@ def _text(path: str | Path) -> str:
         raise InputError(f"cannot read the workflow {path}: it is not UTF-8 text") from None
 
 
-def models(path: str | Path) -> dict[tuple[str, str], str]:
-    """The PyTorch models that a file names, by operator and variant; it may lack their latencies.
+def models(path: str | Path, worker: str) -> dict[tuple[str, str], str]:
+    """The PyTorch models that a file names, by operator and variant.
 
-    Raises `InputError` where there are none.
+    The file may lack their latencies on the worker, and may list a profile that is still to be
+    written; all else has to be as for a plan. Raises `InputError` where it names no models.
     """
     root = read(_text(path), str(path))
+    if is_published(root):
+        raise root.error(root.node, "numbers as published name no models that could be timed")
     section = root.section("operators")
     found = {}
     for operator in section.named():
@@ -63,21 +73,29 @@ def models(path: str | Path) -> dict[tuple[str, str], str]:
                 found[operator, variant] = own.text("model")
     if not found:
         raise section.error(section.node, "no variant has a `model`, as zoo:resnet, to be timed")
+    own = root.section("workers")
+    if worker not in own.named():
+        hint = nearest(worker, own.names())
+        raise own.error(own.node, f"--worker: unknown worker {worker!r}{hint}")
+    _described(root, {key: {worker: 1.0} for key in found})
     return found
 
 
 def read_workflow(text: str, where: str) -> Workflow:
     """The workflow that YAML describes; profiles are looked for beside the file `where`."""
     root = read(text, where)
-    if is_published(root):
-        return read_published(root)
+    return read_published(root) if is_published(root) else _described(root)
+
+
+def _described(root: Section, to_come: Latencies | None = None) -> Workflow:
+    """The workflow of a file; latencies that are `to_come` may be in a profile that is missing."""
     root.check(
         ("sources", "operators", "messages", "workers"),
         ("name", "tiers", "traffic", "links", "accuracy", "latency_bound", "profiles"),
     )
     tiers = _tiers(root)
     workers = _workers(root.section("workers"), tiers)
-    measured = _profiles(root, {worker.name for worker in workers})
+    measured = _profiles(root, {worker.name for worker in workers}, to_come)
     rule = _rule(root)
     operators = _operators(root.section("operators"), workers, measured, rule)
     sources = _sources(root.section("sources"), tiers, operators)
@@ -88,7 +106,7 @@ def read_workflow(text: str, where: str) -> Workflow:
     bounded = root.has("latency_bound")
     rates = root.section("sources")
     return Workflow(
-        root.text_or("name", Path(where).stem),
+        root.text_or("name", Path(root.where).stem),
         tiers,
         sources,
         operators,
@@ -96,7 +114,7 @@ def read_workflow(text: str, where: str) -> Workflow:
         workers,
         _links(root, tiers),
         accuracy,
-        root.parse("latency_bound", _time) if bounded else None,
+        root.parse("latency_bound", units.parse_service_s) if bounded else None,
         _traffic(root) == "two-way",
         Positions(
             floor,
@@ -104,13 +122,6 @@ def read_workflow(text: str, where: str) -> Workflow:
             root.at(root.get("latency_bound")) if bounded else "",
         ),
     )
-
-
-def _time(text: str) -> float:
-    seconds = units.parse_seconds(text)
-    if not seconds:
-        raise InputError(f"{text!r} is no time at all; write more than 0")
-    return seconds
 
 
 def _tiers(root: Section) -> tuple[str, ...]:
@@ -147,11 +158,13 @@ def _workers(section: Section, tiers: tuple[str, ...]) -> tuple[Worker, ...]:
     return tuple(workers)
 
 
-def _profiles(root: Section, workers: set[str]) -> Latencies:
+def _profiles(root: Section, workers: set[str], to_come: Latencies | None) -> Latencies:
     """What profile files measured, by operator and variant; later files come first."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    found = {key: dict(own) for key, own in (to_come or {}).items()}
     for name in root.texts("profiles"):
         path = Path(root.where).parent / name
+        if to_come is not None and not path.exists():
+            continue
         try:
             profile = read_profile(path)
         except InputError as error:
@@ -168,11 +181,8 @@ def _profiles(root: Section, workers: set[str]) -> Latencies:
 def _sources(
     section: Section, tiers: tuple[str, ...], operators: tuple[Operator, ...]
 ) -> tuple[Source, ...]:
-    taken = {operator.name for operator in operators}
     sources = []
-    for name in section.named():
-        if name in taken:
-            raise section.error(section.key(name), f"{name!r} is an operator, too; name one anew")
+    for name in source_names(section, operators):
         own = section.section(name)
         own.check(("rate",), ("tier",))
         tier = _tier(own, "tier", tiers) if own.has("tier") else 0
@@ -195,7 +205,8 @@ def _operators(
             described.check((), ("latency", "accuracy", "model"))
             latencies = dict(measured.get((name, variant), {}))
             if described.has("latency"):
-                latencies |= _latencies(described.section("latency"), workers)
+                own_latencies = described.section("latency")
+                latencies |= latencies_of(own_latencies, workers, units.parse_service_s)
             if not latencies:
                 message = f"variant {variant!r} of {name!r} has no latency on any worker"
                 raise variants.error(variants.key(variant), message)
@@ -213,16 +224,6 @@ def _operators(
                 section.node, f"a profile names {'/'.join(one)!r}, which is none{hint}"
             )
     return tuple(operators)
-
-
-def _latencies(section: Section, workers: tuple[Worker, ...]) -> dict[str, float]:
-    names = [worker.name for worker in workers]
-    found = {}
-    for name in section.named():
-        if name not in names:
-            raise section.error(section.key(name), f"unknown worker {name!r}{nearest(name, names)}")
-        found[name] = section.parse(name, _time)
-    return found
 
 
 def _own_accuracy(
@@ -256,19 +257,8 @@ def _own_accuracy(
 
 def _edge(section: Section, sources: tuple[Source, ...], operators: tuple[Operator, ...]) -> Edge:
     section.check(("from", "to", "size"), ("ratio",))
-    by_name = {operator.name: operator for operator in operators}
-    producer = known(section, "from", "source or operator", [*(s.name for s in sources), *by_name])
-    consumer = known(section, "to", "operator", list(by_name))
     ratio = section.parse_or("ratio", _ratio, 1.0)
-    if not section.is_mapping("size"):
-        return Edge(producer, consumer, {"": section.parse("size", units.parse_mean_bytes)}, ratio)
-    sizes = section.section("size")
-    if producer not in by_name:
-        raise section.error(sizes.node, f"size: {producer!r} is a source and has no variants")
-    variants = tuple(variant.name for variant in by_name[producer].variants)
-    sizes.check(variants)
-    by_variant = {name: sizes.parse(name, units.parse_mean_bytes) for name in variants}
-    return Edge(producer, consumer, by_variant, ratio)
+    return edge_of(section, "size", sources, operators, units.parse_mean_bytes, ratio)
 
 
 def _ratio(text: str) -> float:
@@ -276,8 +266,9 @@ def _ratio(text: str) -> float:
         ratio = float(text)
     except ValueError:
         ratio = -1.0
-    if not 0 < ratio <= 1e6:
-        raise InputError(f"expected a number above 0, such as 3 or 0.25, got {text!r}")
+    if not 1e-6 <= ratio <= 1e6:
+        expected = "expected a number above 0, from 1e-6 to 1e6, such as 3 or 0.25"
+        raise InputError(f"{expected}, got {text!r}")
     return ratio
 
 

@@ -12,6 +12,7 @@ A network without loops needs no list of events: operators are played in order, 
 departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1)) + latency.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.workflow.model import Edge
+from parloom.errors import InputError
+from parloom.workflow.model import Edge, Workflow
 from parloom.workflow.plan import Load, Plan
 from parloom.workflow.smoothing import smoothed
 
@@ -28,6 +30,10 @@ Times = NDArray[np.float64]
 Whole = NDArray[np.int64]
 Queue = Callable[[Times, float, Load, np.random.Generator], Times]
 WARM_UP = 0.1
+FEW = 500
+"""Requests that each stream gets, at least, so that its means mean something."""
+MOST_MESSAGES = 5_000_000
+"""Of one operator: what fits into memory, and into some seconds."""
 PARTS = 20
 """Of the run, for the error of a mean."""
 
@@ -63,10 +69,12 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Mean times without playing: of the plan's slowest path, from end to end, of each operator."""
+    """Mean times without playing: of the plan's slowest path, from end to end (None where messages
+    are too rare to find it), of each operator.
+    """
 
     latency_s: float
-    end_to_end_s: float
+    end_to_end_s: float | None
     operators_s: Mapping[str, float]
 
 
@@ -89,7 +97,11 @@ def expected(plan: Plan, requests: int = 40_000) -> Expected:
     path = plan.path
     latency = sum(times[name] for name in path[1:])
     latency += sum(plan.edge_s(*pair) for pair in pairwise(path))
-    return Expected(latency, play(plan, requests, waits=waits).end_to_end_s, times)
+    try:
+        whole = play(plan, requests, waits=waits).end_to_end_s
+    except InputError:
+        whole = None
+    return Expected(latency, whole, times)
 
 
 def _service_s(plan: Plan, load: Load) -> float:
@@ -103,33 +115,26 @@ def play(
     *,
     waits: Mapping[tuple[str, str], float] | None = None,
 ) -> Played:
-    """Play so many requests; the same seed plays the same.
+    """Play so many requests, or as many as `sized` says; the same seed plays the same.
 
     With mean `waits`, each wait is drawn from a distribution, whatever the other requests do.
     """
     workflow = plan.workflow
+    requests = sized(workflow, requests)
     rng = np.random.default_rng(seed)
-    fastest = max(source.rate_per_s for source in workflow.sources)
-    starts = np.cumsum(rng.exponential(1 / fastest, requests))
+    starts = np.cumsum(rng.exponential(1 / workflow.fastest_per_s, requests))
     kept, where, more = rng.random(requests), rng.random(requests), rng.random(requests)
-    # The share of requests that have messages here, and how many each of those has on average.
-    present = {source.name: source.rate_per_s / fastest for source in workflow.sources}
-    each = dict.fromkeys(present, 1.0)
     streams: dict[str, _Stream] = {}
     for source in workflow.sources:
-        mine = np.flatnonzero(kept < source.rate_per_s / fastest)
-        streams[source.name] = _Stream(mine, starts[mine], np.full(len(mine), source.tier))
+        sent = np.flatnonzero(kept < workflow.messages[source.name].present)
+        streams[source.name] = _Stream(sent, starts[sent], np.full(len(sent), source.tier))
     spent: dict[str, float] = {}
     edges: dict[tuple[str, str], float] = {}
     busy: dict[tuple[str, str], float] = {}
     for operator in workflow.order:
         name = operator.name
-        present[name] = min(
-            present[edge.producer] * min(1.0, edge.ratio * each[edge.producer])
-            for edge in workflow.inputs(name)
-        )
-        each[name] = max(1.0, workflow.rates[name] / fastest / present[name])
-        number = np.where(kept < present[name], _number(each[name], more), 0)
+        mine = workflow.messages[name]
+        number = np.where(kept < mine.present, _number(mine.each, more), 0)
         request = np.repeat(np.arange(requests), number)
         index = np.arange(len(request)) - np.repeat(np.cumsum(number) - number, number)
         loads = plan.loads_of(name)
@@ -147,6 +152,23 @@ def play(
         spent[name] = float((done - arrival)[warm].mean())
         streams[name] = _Stream(request, done, tier)
     return _measured(plan, starts, streams, spent, edges, busy)
+
+
+def sized(workflow: Workflow, requests: int) -> int:
+    """As many requests, but enough for the rarest stream, and no more than can be played.
+
+    Raises `InputError` where that is not possible.
+    """
+    found = workflow.messages
+    rarest = min(found, key=lambda name: found[name].present)
+    least = math.ceil(FEW / found[rarest].present)
+    most = int(MOST_MESSAGES / max(own.present * own.each for own in found.values()))
+    if least > most:
+        raise InputError(
+            f"{rarest!r} is reached by one of {1 / found[rarest].present:.4g} requests: too few to"
+            f" simulate; rates that are nearer to each other can be"
+        )
+    return min(max(requests, least), most)
 
 
 def _number(mean: float, drawn: Times) -> Whole:

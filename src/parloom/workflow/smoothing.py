@@ -33,7 +33,10 @@ def smoothed(plan: Plan) -> Mapping[Key, float]:
         loads = plan.loads_of(name)
         busiest = max(load.utilization for load in loads)
         inputs = workflow.inputs(name)
-        met = [_met(leaving[edge.producer], edge.ratio, busiest) for edge in inputs]
+        met = [
+            _met(leaving[e.producer], workflow.rates[name] / workflow.rates[e.producer], busiest)
+            for e in inputs
+        ]
         arriving = sum(met) / len(met)
         single = len(inputs) == 1 and inputs[0].ratio <= 1
         gap = pace[inputs[0].producer] if single else 0.0
@@ -46,7 +49,7 @@ def smoothed(plan: Plan) -> Mapping[Key, float]:
             wait = load.time_s - service
             if one and gap >= service:
                 wait = 0.0
-            elif not together(workflow)[name]:
+            elif not together(workflow, name):
                 wait *= _regular(own, load.utilization)
             found[name, load.worker] = wait
             after = (1 - load.utilization**2) * own

@@ -34,8 +34,9 @@ def solve(
     Ctrl-C ends the solver, not this function: `interrupted` says so.
     """
     solver = program.solver(gap)
-    # Presolve of HiGHS 1.14 cuts off the best solutions of some programs that have continuous and
-    # integer columns in one row (its issues 3043, 3073, 3094), and calls the rest optimal.
+    # With presolve, HiGHS 1.13 finds the same and takes as long. 1.14, not allowed, cuts off
+    # the best solutions of some programs with continuous and integer columns in one row (its issues
+    # 3043, 3073, 3094), and calls the rest optimal.
     solver.setOptionValue("presolve", "off")
     solver.setOptionValue("mip_allow_restart", False)
     solver.setOptionValue("primal_feasibility_tolerance", FEASIBILITY)
