@@ -29,7 +29,7 @@ from parloom.report.page.steps import _fewer
 from parloom.report.terminal import _alternatives
 from parloom.search.request import ScoredPlan
 from tests.unit.explained import case_of
-from tests.unit.graphs import stack
+from tests.unit.graphs import perceptron, stack
 from tests.unit.pages import CLUSTER, document_of, side_of
 
 GRAPH = stack(3)
@@ -290,6 +290,21 @@ def test_model_flops_are_three_times_those_of_products() -> None:
         for weight in (GRAPH.by_name.get(flat.function, GRAPH.main).specs()[flat.node.refs[1]],)
     )
     assert 3 * products <= model_flops(GRAPH) < 3.5 * products
+
+
+def test_gradients_that_nothing_needs_are_no_flops_of_the_model() -> None:
+    """x [8, 6] -> up [8, 12] -> down [8, 4]: the first product has no gradient of its input."""
+    up, down = 2 * 8 * 6 * 12, 2 * 8 * 12 * 4
+    for frozen, products in (
+        ((), 2 * up + 3 * down),
+        (("up", "up_bias"), up + 2 * down),
+        (("down",), 2 * up + 2 * down),
+        (("up", "up_bias", "down"), up + down),
+    ):
+        graph = perceptron()
+        inputs = [replace(i, trainable=i.value.name not in frozen) for i in graph.inputs]
+        found = model_flops(replace(graph, inputs=tuple(inputs)))
+        assert products <= found < products * 1.2
 
 
 def test_the_program_was_built_from_these_sources() -> None:

@@ -3,26 +3,40 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from parloom.cost.kernels import PRODUCTS
 from parloom.ir.factors import factorize, site_of
-from parloom.ir.graph import Call, Graph, Node
+from parloom.ir.graph import Graph
 from parloom.ir.mesh import Device
 from parloom.ir.ops import OPS
 
 
 def model_flops(graph: Graph) -> float:
     """Floating-point operations of a step as the model states it: forward and backward, with
-    nothing computed again (as PaLM counts MFU: Chowdhery et al., 2022, appendix B).
+    nothing computed again (as PaLM counts MFU: Chowdhery et al., 2022, appendix B). Gradients that
+    nothing trained needs, as those of frozen weights, are none of it.
     """
-    factored, calls = factorize(graph), Counter[str]()
-    calls.update(item.function for item in graph.main.body if isinstance(item, Call))
-    calls[graph.main.name] = 1
+    factored, functions = factorize(graph), {f.name: f for f in (graph.main, *graph.functions)}
+    specs = {name: function.specs() for name, function in functions.items()}
+    forward: dict[tuple[str, str], float] = {}
+    trained = {entry.value.name for entry in graph.of_kind("parameter") if entry.trainable}
     total = 0.0
-    for function in (graph.main, *graph.functions):
-        specs = function.specs()
-        for node in (item for item in function.body if isinstance(item, Node)):
-            op, rule = OPS[node.op], factored.rule(function.name, node)
-            passes = 1 + op.backward_ratio * op.differentiable
-            total += calls[function.name] * passes * op.flops(site_of(node, specs), rule)
+    for flat in graph.flat():
+        node, op, at = flat.node, OPS[flat.node.op], (flat.function, flat.node.key)
+        if at not in forward:
+            rule = factored.rule(flat.function, node)
+            forward[at] = op.flops(site_of(node, specs[flat.function]), rule)
+        needed = [name in trained for name in flat.operands]
+        backward = 0.0
+        if op.differentiable and any(needed):
+            trained.update(
+                name
+                for i, (name, made) in enumerate(zip(flat.results, node.results, strict=True))
+                if made.spec.is_float and i not in op.detached
+            )
+            factors = PRODUCTS.get(node.op)  # half of its backward pass for each of the two
+            share = sum(needed[i] for i in factors) / len(factors) if factors else 1.0
+            backward = op.backward_ratio * share
+        total += (1 + backward) * forward[at]
     return total
 
 
