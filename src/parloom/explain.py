@@ -11,14 +11,13 @@ from rich.text import Text
 
 from parloom import arguments
 from parloom.choose import Choice, NothingFitsError, choose
-from parloom.cost.clusters import resolve_cluster
 from parloom.cost.stages import StagePlayer
 from parloom.cost.step import priced
 from parloom.errors import FingerprintError, InputError, nearest
 from parloom.execute.files import read_plan
-from parloom.execute.machine import machine_for, machine_of
+from parloom.execute.machine import Machine, machine_for, machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import Plan, Status
+from parloom.ir.plan import DEVICES, Plan, Status
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.shown import Shown
@@ -132,10 +131,8 @@ def _named_in_stages(pipeline: PipelineCase, name: str, path: str) -> Answer:
 def other_plan(plan: Plan, versus: str, calibration: str | Path | None, say: Say) -> Plan:
     """The plan of that path, or the best one of that method; the smallest if none of it fits."""
     if versus in arguments.METHODS:
-        machine, count = machine_of(plan, calibration), plan.decisions.num_microbatches
-        mixed = bool(resolve_cluster(plan.cluster).cluster.parts)
-        if mixed:  # methods choose among its parts
-            machine = machine_for(plan.cluster, calibration)
+        machine, count = _asked_of(plan, calibration), plan.decisions.num_microbatches
+        mixed = bool(machine.cluster.parts)  # methods choose among its parts
         request = Request(
             parse_graph(plan.graph),
             machine,
@@ -164,6 +161,18 @@ def other_plan(plan: Plan, versus: str, calibration: str | Path | None, say: Say
     other = read_plan(Path(versus))
     check_comparable(plan, other, versus)
     return other
+
+
+def _asked_of(plan: Plan, calibration: str | Path | None) -> Machine:
+    """The devices that a plan was chosen on: all, or as many as `--devices` says; of one that was
+    chosen by dollars or memory those that it uses, as other plans use fewer or more for that.
+    """
+    if plan.aim is not None:
+        return machine_of(plan, calibration)
+    given = (c.text.removeprefix(DEVICES) for c in plan.constraints if c.text.startswith(DEVICES))
+    count = next(map(int, given), None)
+    cores = plan.prediction.cores if plan.prediction else None
+    return machine_for(plan.cluster, calibration, cores, count)
 
 
 def check_comparable(plan: Plan, other: Plan, name: str) -> None:

@@ -11,7 +11,7 @@ import parloom
 from parloom import api
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import FingerprintError, InputError
-from parloom.ir.plan import Plan
+from parloom.ir.plan import DEVICES, Constraint, Plan
 from parloom.report.clusters import cluster_screen
 from parloom.report.output import rendered
 from parloom.report.terminal import plan_screen
@@ -85,6 +85,27 @@ def test_what_does_not_fit_is_compared_too(captured: api.Captured, tmp_path: Pat
     document = api.explain(plan, versus="data_parallel", progress=said.append).document
     assert any("no plan fits" in line for line in said)
     assert not document["versus"]["fits"]
+
+
+def test_a_plan_that_leaves_devices_idle_is_compared_on_all(
+    captured: api.Captured, tmp_path: Path
+) -> None:
+    """A rule of thumb on one device is the same plan; on those that `--devices` says, too."""
+    file = tmp_path / "slow.yaml"
+    file.write_text(
+        "name: slow\n"
+        "device: {name: fast, rates: {float32: 1TFLOP/s}, memory: 20GiB,"
+        " memory_bandwidth: 100GB/s}\n"
+        "levels: [{name: wire, size: 2, bandwidth: 1MB/s, latency: 1ms}]\n",
+        encoding="utf-8",
+    )
+    for devices, is_same in ((None, False), (1, True)):
+        plan = api.search(captured, cluster=str(file), devices=devices)
+        assert plan.decisions.num_ranks == 1
+        asked = (Constraint(f"{DEVICES}{devices}", 1.0, 1),) if devices else ()
+        plan = replace(plan, constraints=asked)
+        found = api.explain(plan, versus="data_parallel").document
+        assert (found["versus"]["step_s"] == found["plan"]["step_s"]) == is_same
 
 
 FIRST_HEADERS = ("over", "all", "devices", "term", "way", "tensor")
