@@ -1,7 +1,8 @@
 """Workflows from edge to cloud: dollars an hour of each method, simulated against planned figures.
 
 Run as `python benchmarks/workflows.py [--out F]`. Each shipped example is planned by every method;
-vqa, whose file has no latency bound, once with one. Large instances are drawn as in the tests.
+vqa, whose file has no latency bound, once with one. Random instances of up to eight operators are
+compared with enumeration; large ones are drawn as in the tests. Exit code 1 where one is not equal.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.workflows import large
+from tests.workflows import drawn, large, least_dollars
 
 from parloom.errors import InfeasibleError
 from parloom.workflow.answer import Method, plan_workflow
@@ -24,7 +25,7 @@ from parloom.workflow.simulate import expected, play
 
 REQUESTS = 400_000
 VQA_BOUND_S = 0.2
-LARGE_GAP, LARGE_S = 0.01, 60.0
+LARGE_GAP, LARGE_S, SAME = 0.01, 60.0, 1e-6
 LARGE: dict[str, dict[str, int]] = {
     "20 types x 10, two tiers": {},
     "20 types x 10, three tiers": {"tiers": 3},
@@ -75,15 +76,33 @@ def scale(kind: str, seed: int) -> dict[str, Any]:
     return {"kind": kind, "seed": seed, "usd_per_h": plan.usd_per_h, "gap": plan.gap, **seconds}
 
 
+def unequal(count: int) -> list[int]:
+    """Seeds of random instances for which enumeration finds another cost, or one alone a plan."""
+    found = []
+    for seed in range(count):
+        workflow = drawn(seed)
+        least = least_dollars(workflow)
+        try:
+            cost: float | None = plan_workflow(workflow).usd_per_h
+        except InfeasibleError:
+            cost = None
+        if (cost is None) != (least is None) or abs((cost or 0) - (least or 0)) > SAME * (
+            cost or 1
+        ):
+            found.append(seed)
+    return found
+
+
 def cell(entry: dict[str, Any] | None) -> str:
     if entry is None:
         return "-"
     return f"{entry['usd_per_h']:.3f}{'' if entry['in_time'] else ' late'}"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--compared", type=int, default=200, help="random instances")
     parser.add_argument("--seeds", type=int, default=3, help="large instances")
     asked = parser.parse_args()
     document: dict[str, Any] = {"machine": platform.processor(), "dollars": {}, "played": {}}
@@ -101,6 +120,12 @@ def main() -> None:
         latency = row["simulated_s"] / row["planned_s"]
         whole = row["simulated_end_to_end_s"] / row["planned_end_to_end_s"]
         print(name.ljust(34), f"{row['rate']:.3f}  {latency:.3f}    {whole:.3f}")
+    wrong = document["unequal"] = unequal(asked.compared)
+    print()
+    print(
+        f"{asked.compared - len(wrong)} of {asked.compared} random instances equal enumeration",
+        wrong,
+    )
     print()
     print("30 operators, 200 workers: within 1%, at most 60 s")
     document["large"] = []
@@ -112,7 +137,8 @@ def main() -> None:
             print(f" ({row['cpu_s']:.1f} CPU s), {row['usd_per_h']:.3f} $/h", flush=True)
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -13,7 +13,8 @@ from parloom.workflow.plan import Plan
 from parloom.workflow.simulate import play
 from tests.workflows import accurate, drawn, least_dollars, rate
 
-BLOCKS, EACH = 10, 20
+# Workflows that are drawn, and of how many every one is enumerated here; the benchmark takes all.
+DRAWN, EVERY, BLOCKS = 200, 3, 10
 TIGHT = 1e-6
 
 
@@ -26,7 +27,7 @@ def planned(workflow: Workflow, method: Method = Method.EXACT) -> Plan | None:
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_exact_plans_cost_what_enumeration_finds(block: int) -> None:
-    for seed in range(block * EACH, (block + 1) * EACH):
+    for seed in range(block * EVERY, DRAWN, BLOCKS * EVERY):
         workflow = drawn(seed)
         plan, least = planned(workflow), least_dollars(workflow)
         assert (plan is None) == (least is None), seed
@@ -41,7 +42,7 @@ def test_drawn_workflows_have_plans_of_every_kind() -> None:
     and joins whose inputs have unequal ratios.
     """
     feasible = large = plural = split = unequal = 0
-    for seed in range(BLOCKS * EACH):
+    for seed in range(DRAWN):
         workflow = drawn(seed)
         unequal += any(
             len({edge.ratio for edge in workflow.inputs(o.name)}) > 1 for o in workflow.operators
