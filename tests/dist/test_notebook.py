@@ -113,7 +113,7 @@ def test_a_function_that_can_be_imported_is_named() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((made, None), "cannot import: call it"),
+        ((lambda: made(), None), "cannot import: call it"),  # noqa: PLW0108
         ((3, None), "the model is a int"),
         ((made()[0], 8), "a dict of tensors, its keyword arguments; got 8"),
         ((made()[0], torch.ones(999)), "its keyword arguments; got Tensor"),
@@ -129,7 +129,7 @@ def test_what_is_refused(given: tuple[Any, Any], message: str) -> None:
 
 def test_an_optimizer_that_only_a_call_would_tell_is_refused() -> None:
     with pytest.raises(InputError, match="only a call would tell"):
-        parloom.plan(*made(), torch.optim.SGD, "2xcpu", loss=loss_of)
+        parloom.plan(*made(), lambda named: torch.optim.SGD(named), "2xcpu", loss=loss_of)  # noqa: PLW0108
 
 
 def test_everything_draws_itself(held: tuple[Plan, Net, dict[str, Tensor]], tmp_path: Path) -> None:

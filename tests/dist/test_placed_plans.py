@@ -177,7 +177,7 @@ def test_auto_proposes_it_and_its_bound_is_of_other_meshes(placed: tuple[Plan, P
     [
         ("TPU-v5e:4x16", r"a pod of TPU-v5e has no such slice; there are 1x1, 2x2, 2x4"),
         ("TPU-v5e:32x16", "has no such slice"),
-        ("TPU-v5e:4", "whose 2 sides"),
+        ("TPU-v5e:4", "those with 2 sides"),
         ("TPU-v4:4x4x6", "has no such slice; there are 1x2x2"),
         ("H100:2x4", "is in no torus"),
         ("TPU-v5x:2x4", "did you mean"),

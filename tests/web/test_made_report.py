@@ -56,7 +56,7 @@ def test_rewrites_say_what_they_save_or_why_they_stay(browser: Browser, folder: 
     seen = Seen(browser, folder / "rewrites.html")
     section = seen.page.locator("section#changes")
     said = "".join(section.locator("p").all_text_contents()).replace("\N{NO-BREAK SPACE}", " ")
-    assert "Against the plan without it: 184 us less a step, 1.50 MiB more at the peak." in said
+    assert "Against the plan without it: 184 us less a step, 1.5 MiB more at the peak." in said
     assert "It cannot be undone alone: stage 0 has no items" in said
     table = section.locator("table", has_text="at its peak")
     assert table.locator("tbody tr").count() == 2
