@@ -33,6 +33,9 @@ DRAWN = """element => {
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
+    """Debian's Chromium; RuntimeError where it is not installed."""
+    if CHROMIUM is None:
+        raise RuntimeError("no chromium on PATH. Try: apt-get install chromium")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser

@@ -80,13 +80,12 @@ def shoot(browser: Browser, page: Path, scheme: Scheme, take: Shoot) -> Image.Im
 def main() -> int:
     """Write all pictures, and say how large they are."""
     ASSETS.mkdir(exist_ok=True)
-    with TemporaryDirectory() as place:
+    with chromium() as browser, TemporaryDirectory() as place:
         pages = {name: written(name, Path(place)) for name in PLANS}
-        with chromium() as browser:
-            for name, plan, scheme, take in SHOTS:
-                path = ASSETS / f"report-{name}.png"
-                shoot(browser, pages[plan], scheme, take).save(path, optimize=True)
-                print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
+        for name, plan, scheme, take in SHOTS:
+            path = ASSETS / f"report-{name}.png"
+            shoot(browser, pages[plan], scheme, take).save(path, optimize=True)
+            print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
     return 0
 
 
