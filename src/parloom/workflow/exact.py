@@ -5,7 +5,6 @@ its lines say, lines are added at its utilizations, and it is solved again. Each
 relaxation, so its bound holds for the workflow.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -106,11 +105,13 @@ def _is_better(plan: Plan, than: Plan | None) -> bool:
 
 def counts_in(program: Program, values: tuple[float, ...]) -> dict[Place, int]:
     """Workers in use: one that has no share was no better left out, as it costs nothing."""
-    return {
-        place: round(values[column])
-        for place, column in program.counts.items()
-        if values[column] > 0.5 and values[program.shares[place]] > ROUNDING
-    }
+    found = {}
+    for place, count in program.counts.items():
+        name, variant, worker = place
+        part = program.parts[name, variant, program.workflow.worker(worker).tier]
+        if values[count] > 0.5 and values[program.shares.get(place, part)] > ROUNDING:
+            found[place] = round(values[count])
+    return found
 
 
 def variants_in(program: Program, values: tuple[float, ...]) -> dict[str, str]:
@@ -164,10 +165,9 @@ def _plan(
     workflow: Workflow,
     method: str,
 ) -> Plan:
-    rates = {p: values[program.shares[p]] * workflow.rates[p[0]] for p in counts}
     loads = tuple(
         load_of(workflow, place, counts[place], rate)
-        for place, rate in _balanced(workflow, counts, rates).items()
+        for place, rate in _balanced(program, values, counts).items()
     )
     flows: list[Flow] = []
     for key, column in program.flows.items():
@@ -181,28 +181,26 @@ def _plan(
 
 
 def _balanced(
-    workflow: Workflow, counts: Mapping[Place, int], rates: Mapping[Place, float]
+    program: Program, values: tuple[float, ...], counts: Mapping[Place, int]
 ) -> dict[Place, float]:
-    """The same rate of each operator in each tier, shared so that it waits least.
+    """The rate of each operator in each tier, shared so that it waits least.
 
     Dollars depend on tiers alone.
     """
-    groups: dict[tuple[str, int], list[Place]] = {}
-    for place in counts:
-        groups.setdefault((place[0], workflow.worker(place[2]).tier), []).append(place)
+    workflow = program.workflow
     found: dict[Place, float] = {}
-    for (name, _), places in groups.items():
-        rate = math.fsum(rates[place] for place in places)
-        if rate <= ROUNDING * workflow.rates[name]:
+    for (name, variant, tier), part in program.parts.items():
+        if values[part] <= ROUNDING:
             continue
+        latency_s = workflow.operator(name).variant(variant).latency_s
         workers = {
-            worker: (counts[place], workflow.operator(name).variant(variant).latency_s[worker])
-            for place in places
-            for _, variant, worker in [place]
+            worker: (count, latency_s[worker])
+            for (operator, _, worker), count in counts.items()
+            if operator == name and workflow.worker(worker).tier == tier
         }
-        others = together(workflow, name)
-        shares = balanced(workers, rate, workflow.rates[name], others)
-        found |= {place: shares[place[2]] for place in places if shares[place[2]] > 0}
+        rate, others = workflow.rates[name], together(workflow, name)
+        shares = balanced(workers, values[part] * rate, rate, others)
+        found |= {(name, variant, w): share for w, share in shares.items() if share > 0}
     return found
 
 
@@ -229,6 +227,15 @@ def _columns(program: Program, plan: Plan) -> dict[int, float]:
         place = load.operator, load.variant, load.worker
         if place not in program.counts:
             return {}
+        tier, share = (
+            plan.workflow.worker(load.worker).tier,
+            load.rate_per_s / plan.workflow.rates[load.operator],
+        )
         values[program.counts[place]] = float(load.count)
-        values[program.shares[place]] = load.rate_per_s / plan.workflow.rates[load.operator]
+        part = program.parts[load.operator, load.variant, tier]
+        values[part] = values.get(part, 0.0) + share
+        if place in program.shares:
+            values[program.shares[place]] = share
+        if (load.operator, tier) in program.used:
+            values[program.used[load.operator, tier]] = 1.0
     return values

@@ -1,10 +1,14 @@
 """The integer program of a workflow: variants, counts of workers, shares of rates, flows.
 
 Columns: `picks` (operator, variant) in {0, 1}; `counts` (operator, variant, worker) whole numbers:
-workers of one type are alike, so that no two solutions differ by their names; `shares` of the
-operator's rate that a type of workers takes; `flows` of an edge from tier to tier, as shares of the
-consumer's rate. One worker's part of its type's share is the same for all, which no other split
-beats: costs depend on sums only, and waits are convex.
+workers of one type are alike, so that no two solutions differ by their names; `parts` of the
+operator's rate that a tier takes, and, where waits count, `shares` that a type of workers takes;
+`flows` of an edge from tier to tier, as shares of the consumer's rate. One worker's part of its
+type's share is the same for all, which no other split beats: costs depend on sums only, and waits
+are convex. `used` (operator, tier) in {0, 1} says whether a tier does any of an operator's work,
+where messages cannot go from every tier to every other: an operator that is used in a tier has an
+input that is used in a tier before it. Fractions of counts do not show that; the solver branches on
+it.
 """
 
 import math
@@ -25,6 +29,8 @@ SPARE = 10
 """So many times the workers that carry a rate may be asked for where it is to be in time."""
 Place = tuple[str, str, str]
 """An operator, its variant, and a type of workers."""
+Part = tuple[str, str, int]
+"""An operator, its variant, and a tier."""
 FlowKey = tuple[str, str, str, int, int]
 """Producer, its variant ("" where all send alike), consumer, and the tiers of both."""
 
@@ -54,7 +60,9 @@ class Program:
     lp: LinearProgram = field(default_factory=LinearProgram)
     picks: dict[tuple[str, str], int] = field(default_factory=dict)
     counts: dict[Place, int] = field(default_factory=dict)
+    parts: dict[Part, int] = field(default_factory=dict)
     shares: dict[Place, int] = field(default_factory=dict)
+    used: dict[tuple[str, int], int] = field(default_factory=dict)
     flows: dict[FlowKey, int] = field(default_factory=dict)
     times: dict[Place, int] = field(default_factory=dict)
     reached: dict[str, int] = field(default_factory=dict)
@@ -68,6 +76,7 @@ class Program:
         self._workers()
         for edge in self.workflow.edges:
             self._edge(edge)
+            self._follow(edge)
         self._bandwidths()
         add_floor(self.lp, self.workflow, self.picks)
         if self.timed:
@@ -94,21 +103,20 @@ class Program:
         everything: dict[int, float] = {}
         for variant, pick in zip(operator.variants, picks, strict=True):
             self.picks[operator.name, variant.name] = pick
-            shares = self._places(operator, variant, pick, rate)
+            parts = self._places(operator, variant, pick, rate)
             if self.scale is None:
-                lp.row({**dict.fromkeys(shares, 1.0), pick: -1.0}, low=0.0, high=0.0)
+                lp.row({**dict.fromkeys(parts, 1.0), pick: -1.0}, low=0.0, high=0.0)
             else:
-                lp.row({**dict.fromkeys(shares, 1.0), pick: -1.0}, high=0.0)
-                everything |= dict.fromkeys(shares, 1.0)
+                lp.row({**dict.fromkeys(parts, 1.0), pick: -1.0}, high=0.0)
+                everything |= dict.fromkeys(parts, 1.0)
         if self.scale is not None:
             lp.row({**everything, self.scale: -1.0}, low=0.0, high=0.0)
 
     def _places(self, operator: Operator, variant: Variant, pick: int, rate: float) -> list[int]:
-        shares = []
-        cover: dict[int, float] = {}
+        """Columns of the parts that tiers take, of which workers carry no more than they can."""
+        tiers: dict[int, dict[int, float]] = {}
         for name, latency in variant.latency_s.items():
             worker = self.workflow.worker(name)
-            place = operator.name, variant.name, name
             # Share of the rate that one worker carries.
             capacity = self.busiest / (latency * rate)
             enough = math.ceil(1 / capacity * (1 - ROUNDING))
@@ -116,14 +124,30 @@ class Program:
             if self.goal.more_workers:
                 most = enough * SPARE if self.timed else enough
             count = self.lp.column(self.paid(worker.usd_per_h), high=float(most), integer=True)
-            share = self.lp.column(0.0, high=1.0)
-            self.lp.row({share: 1.0, count: -min(capacity, 1.0)}, high=0.0)
-            self.counts[place], self.shares[place] = count, share
-            shares.append(share)
-            cover[count] = min(capacity, 1.0)
+            self.counts[operator.name, variant.name, name] = count
+            tiers.setdefault(worker.tier, {})[count] = min(capacity, 1.0)
+        parts = []
+        for tier, carried in tiers.items():
+            part = self.parts[operator.name, variant.name, tier] = self.lp.column(0.0, high=1.0)
+            parts.append(part)
+            self._carry(operator, variant, part, carried)
         if self.scale is None:
-            self._cover(cover, pick)
-        return shares
+            self._cover({c: a for carried in tiers.values() for c, a in carried.items()}, pick)
+        return parts
+
+    def _carry(
+        self, operator: Operator, variant: Variant, part: int, carried: Mapping[int, float]
+    ) -> None:
+        """A tier's part is within what its workers carry: together, or each by itself."""
+        if not self.timed:
+            self.lp.row({part: 1.0} | {count: -a for count, a in carried.items()}, high=0.0)
+            return
+        own = {count: place for place, count in self.counts.items() if count in carried}
+        shares = {}
+        for count, capacity in carried.items():
+            shares[count] = self.shares[own[count]] = self.lp.column(0.0, high=1.0)
+            self.lp.row({shares[count]: 1.0, count: -capacity}, high=0.0)
+        self.lp.row({**dict.fromkeys(shares.values(), 1.0), part: -1.0}, low=0.0, high=0.0)
 
     def _cover(self, capacities: Mapping[int, float], pick: int) -> None:
         """Rows on counts alone that whole numbers imply: workers come in no parts.
@@ -197,18 +221,43 @@ class Program:
         operator = self.workflow.operator(edge.producer)
         variants = [v.name for v in operator.variants] if edge.by_variant else [None]
         return {
-            (variant or "", tier): (dict.fromkeys(shares, surplus), 0.0)
+            (variant or "", tier): (dict.fromkeys(parts, surplus), 0.0)
             for variant in variants
-            for tier, shares in self._tiers(edge.producer, variant).items()
+            for tier, parts in self._tiers(edge.producer, variant).items()
         }
 
     def _tiers(self, name: str, variant: str | None) -> dict[int, list[int]]:
-        """Share columns of an operator, or of one variant of it, by tier."""
+        """Part columns of an operator, or of one variant of it, by tier."""
         found: dict[int, list[int]] = {}
-        for (operator, own, worker), column in self.shares.items():
+        for (operator, own, tier), column in self.parts.items():
             if operator == name and variant in (None, own):
-                found.setdefault(self.workflow.worker(worker).tier, []).append(column)
+                found.setdefault(tier, []).append(column)
         return found
+
+    def _follow(self, edge: Edge) -> None:
+        """A tier in which a consumer is used is reached from one in which its producer is."""
+        if self.scale is not None or self.workflow.source(edge.producer) is not None:
+            return
+        senders = self._tiers(edge.producer, None)
+        for receiver in self._tiers(edge.consumer, None):
+            before = [s for s in senders if self.workflow.link(s, receiver) is not None]
+            if len(before) < len(senders):
+                terms = {self._use(edge.producer, sender): 1.0 for sender in before}
+                self.lp.row({**terms, self._use(edge.consumer, receiver): -1.0}, low=0.0)
+
+    def _use(self, name: str, tier: int) -> int:
+        """Whether the tier does any of the operator's work: a part, by a worker at least."""
+        if (name, tier) not in self.used:
+            column = self.used[name, tier] = self.lp.column(0.0, high=1.0, integer=True)
+            parts = dict.fromkeys(self._tiers(name, None)[tier], 1.0)
+            self.lp.row({**parts, column: -1.0}, high=0.0)
+            workers = {
+                count: 1.0
+                for (operator, _, worker), count in self.counts.items()
+                if operator == name and self.workflow.worker(worker).tier == tier
+            }
+            self.lp.row({**workers, column: -1.0}, low=0.0)
+        return self.used[name, tier]
 
     def _bandwidths(self) -> None:
         for pair, link in self.workflow.links.items():
@@ -283,9 +332,17 @@ class Program:
             self._hold(column, float(variants[name] == variant))
         for place, column in self.counts.items():
             self._hold(column, float(counts.get(place, 0)))
-        if rates is not None:
-            for place, column in self.shares.items():
-                self._hold(column, rates.get(place, 0.0) / self.workflow.rates[place[0]])
+        if rates is None:
+            return
+        for (name, variant, tier), column in self.parts.items():
+            own = (
+                rate
+                for (o, v, worker), rate in rates.items()
+                if (o, v, self.workflow.worker(worker).tier) == (name, variant, tier)
+            )
+            self._hold(column, math.fsum(own) / self.workflow.rates[name])
+        for place, column in self.shares.items():
+            self._hold(column, rates.get(place, 0.0) / self.workflow.rates[place[0]])
 
     def _hold(self, column: int, value: float) -> None:
         self.lp.bounds[column] = (value, value)
