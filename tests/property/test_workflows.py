@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from parloom.errors import InfeasibleError
+from parloom.workflow import fixing
 from parloom.workflow.accuracy import best_accuracy
 from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.exact import cheapest
 from parloom.workflow.model import Variant, Workflow
 from parloom.workflow.plan import Plan
+from parloom.workflow.program import Program
 from parloom.workflow.simulate import play
+from parloom.workflow.solve import solve
 from tests.workflows import accurate, drawn, least_dollars, rate
 
 # Workflows that are drawn, and of how many every one is enumerated here; the benchmark takes all.
@@ -35,6 +38,38 @@ def test_exact_plans_cost_what_enumeration_finds(block: int) -> None:
             assert plan.usd_per_h == pytest.approx(least, rel=TIGHT, abs=1e-9), seed
             assert plan.bound_usd_per_h == pytest.approx(least, rel=TIGHT, abs=1e-9), seed
             check(plan)
+
+
+@pytest.mark.parametrize("seed", [134, 362, 609, 845])
+def test_what_other_tolerances_of_the_solver_miss(seed: int) -> None:
+    """Plans that HiGHS misses with some pair of tolerance and presolve (`workflow/solve.py`)."""
+    plan, least = planned(drawn(seed)), least_dollars(drawn(seed))
+    assert plan is not None
+    assert plan.usd_per_h == pytest.approx(least, rel=TIGHT)
+
+
+def test_columns_that_are_left_out_change_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reduced-cost fixing finds the same cost; its bounds hold, whatever is left out.
+
+    Negative control: of the columns without reduced costs alone, some plans cost more.
+    """
+    dearer = 0
+    for seed in range(DRAWN):
+        program = Program(drawn(seed))
+        whole = solve(program.lp)
+        with monkeypatch.context() as patch:
+            patch.setattr(fixing, "FEW", 0)
+            found = fixing.solve_fixed(program.lp, program.counts.values(), 1e-7, None, None)
+        assert found.infeasible == whole.infeasible, seed
+        if whole.infeasible:
+            continue
+        assert found.cost == pytest.approx(whole.cost, rel=TIGHT, abs=1e-9), seed
+        assert found.bound == pytest.approx(whole.cost, rel=TIGHT, abs=1e-9), seed
+        relaxed = solve(replace(program.lp, integers=[False] * len(program.lp.integers)))
+        few = fixing._solved(program.lp, relaxed, program.counts.values(), 0.0, 1e-7, None, None)
+        assert few.bound <= whole.cost * (1 + TIGHT), seed
+        dearer += few.values is None or few.cost > whole.cost * (1 + TIGHT)
+    assert dearer >= 5
 
 
 def test_drawn_workflows_have_plans_of_every_kind() -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from parloom.workflow.fixing import solve_fixed
 from parloom.workflow.model import ROUNDING, SOLVED, Workflow
 from parloom.workflow.plan import Flow, Plan, flow_of, load_of
 from parloom.workflow.program import BUSIEST, COST, Goal, Place, Program
@@ -40,7 +41,7 @@ def cheapest(
     best = start
     for _ in range(MOST_ROUNDS):
         left = None if ends is None else ends - time.monotonic()
-        found = solve(program.lp, gap, left, begin)
+        found = solve_fixed(program.lp, program.counts.values(), gap, left, begin)
         if found.infeasible:
             return None
         bound = max(bound, found.bound)

@@ -1,7 +1,7 @@
 """HiGHS on a program that may be interrupted: what it found, and the bound that it proved."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
@@ -9,18 +9,33 @@ import numpy as np
 from parloom.search.linear import LinearProgram
 
 LOOK_S = 0.05
-FEASIBILITY = 1e-9
+# HiGHS 1.13 calls some solutions optimal that are not, where its cuts go wrong. Of 1,899 programs of
+# drawn workflows (tests/workflows.py, seeds 0 to 899), solved with each pair of tolerance and
+# presolve: 7 with (1e-9, off), 6 with (1e-8, on), the same 6 with (1e-7, on), none with (1e-9, on),
+# (1e-8, off), (1e-7, off), (1e-6, on) and (1e-6, off). 1.14, which is not allowed, fails with more
+# (its issues 3043, 3073, 3094).
+OPTIONS: Mapping[str, float | str | bool] = {
+    "presolve": "off",
+    "mip_feasibility_tolerance": 1e-7,
+    "mip_allow_restart": False,
+    "primal_feasibility_tolerance": 1e-9,
+    "dual_feasibility_tolerance": 1e-9,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Values of the columns (None: no solution yet), the lower bound, and how the solver ended."""
+    """Values of the columns (None: no solution yet), the lower bound, and how the solver ended.
+
+    `reduced_costs` are those of the columns of a linear program.
+    """
 
     values: tuple[float, ...] | None
     cost: float
     bound: float
     infeasible: bool = False
     interrupted: bool = False
+    reduced_costs: tuple[float, ...] = ()
 
 
 def solve(
@@ -34,22 +49,17 @@ def solve(
     Ctrl-C ends the solver, not this function: `interrupted` says so.
     """
     solver = program.solver(gap)
-    # With presolve, HiGHS 1.13 finds the same and takes as long. 1.14, not allowed, cuts off
-    # the best solutions of some programs with continuous and integer columns in one row (its issues
-    # 3043, 3073, 3094), and calls the rest optimal.
-    solver.setOptionValue("presolve", "off")
-    solver.setOptionValue("mip_allow_restart", False)
-    solver.setOptionValue("primal_feasibility_tolerance", FEASIBILITY)
-    solver.setOptionValue("dual_feasibility_tolerance", FEASIBILITY)
+    for option, value in OPTIONS.items():
+        solver.setOptionValue(option, value)
     if seconds is not None:
         solver.setOptionValue("time_limit", max(seconds, 0.1))
     if start is not None:
         values = np.zeros(len(program.costs))
         for column, value in start.items():
             values[column] = value
-        solution = highspy.HighsSolution()
-        solution.col_value = values.tolist()
-        solver.setSolution(solution)
+        begin = highspy.HighsSolution()
+        begin.col_value = values.tolist()
+        solver.setSolution(begin)
     interrupted = _run(solver)
     kinds = highspy.HighsModelStatus
     status, info = solver.getModelStatus(), solver.getInfo()
@@ -63,8 +73,11 @@ def solve(
     bound = float(info.mip_dual_bound) if any(program.integers) else cost if whole else -np.inf
     if not feasible:
         return Found(None, float("inf"), bound, interrupted=interrupted)
-    values_found = tuple(solver.getSolution().col_value)
-    return Found(values_found, cost, min(bound, cost), interrupted=interrupted)
+    solution = solver.getSolution()
+    found = Found(tuple(solution.col_value), cost, min(bound, cost), interrupted=interrupted)
+    return (
+        found if any(program.integers) else replace(found, reduced_costs=tuple(solution.col_dual))
+    )
 
 
 def _run(solver: highspy.Highs) -> bool:
