@@ -9,8 +9,8 @@ import numpy as np
 from parloom.search.linear import LinearProgram
 
 LOOK_S = 0.05
-# HiGHS 1.13 calls some solutions optimal that are not, where its cuts go wrong. Of 1,899 programs of
-# drawn workflows (tests/workflows.py, seeds 0 to 899), solved with each pair of tolerance and
+# HiGHS 1.13 calls some solutions optimal that are not, where its cuts go wrong. Of 1,899 programs
+# of drawn workflows (tests/workflows.py, seeds 0 to 899), solved with each pair of tolerance and
 # presolve: 7 with (1e-9, off), 6 with (1e-8, on), the same 6 with (1e-7, on), none with (1e-9, on),
 # (1e-8, off), (1e-7, off), (1e-6, on) and (1e-6, off). 1.14, which is not allowed, fails with more
 # (its issues 3043, 3073, 3094).
