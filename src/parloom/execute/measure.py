@@ -3,12 +3,12 @@
 A processor under a quota pauses for longer than an operator takes, so what counts is the mean over
 a window of many calls, and of some windows the median: machines stall now and then. On a GPU the
 device's own clock is read (events). Operands are used in turns, so that small ones are not always
-in the cache. Backward passes run over many calls at once, as in a program: the engine's start-up is
-not theirs.
+in the cache; weights, as many as the program has. Backward passes run over many calls at once, as
+in a program: the engine's start-up is not theirs.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -26,6 +26,7 @@ from parloom.cost.calibration import Product, Stream, Timed, key_of
 from parloom.cost.local_operators import local_operator
 from parloom.errors import ParloomError
 from parloom.execute.program import compile_pcg
+from parloom.execute.stored import stored_bytes, stored_values
 from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
@@ -43,6 +44,8 @@ MOST_BYTES = 128 << 20  # of the results of one round of calls
 # a B200: 126 MB).
 CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 MOST_COPIES = 16
+# Of weights and caches, as much as a pass reads of them between two uses of one, up to this.
+STORED_BYTES, MOST_STORED = 256 << 20, 128
 SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 STREAM_BYTES = {
     "cpu": (1 << 16, 1 << 20, 1 << 24, 1 << 26),
@@ -174,7 +177,8 @@ def operators(
     for pcg in pcgs:
         mesh = compile_pcg(pcg, "calibration").program.mesh
         ctx = Context(SingleComm(mesh), clock.device)  # operators do not communicate
-        for item in _computes(pcg):
+        num_bytes = min(STORED_BYTES, stored_bytes(pcg))
+        for item, stored in _computes(pcg):
             local = local_operator(item, pcg.mesh)
             key = key_of(local)
             # Of attention in blocks, one rank alone has none that come and sees the fewest.
@@ -182,23 +186,36 @@ def operators(
                 continue
             known.add(key)
             try:
-                yield _Trial(pcg, item, ctx, clock).timed(key)
+                yield _Trial(pcg, item, ctx, clock, stored, num_bytes).timed(key)
             except (RuntimeError, IndexError, ParloomError) as error:
                 first = str(error).strip().splitlines()[:1]
                 say(f"not measured: {item.node.key}: {first[0] if first else error!r}")
 
 
-def _computes(pcg: PCG) -> Iterator[Compute]:
-    for body in (pcg.main.body, *(function.body for function in pcg.functions)):
-        for item in body:
+def _computes(pcg: PCG) -> Iterator[tuple[Compute, frozenset[str]]]:
+    """Operators, each with the names of its operands that are stored from pass to pass."""
+    stored = stored_values(pcg)
+    for function in (pcg.main, *pcg.functions):
+        for item in function.body:
             if isinstance(item, Compute):
-                yield item
+                names = frozenset(value.name for value in item.operands)
+                yield item, names & stored.get(function.name, frozenset())
 
 
 class _Trial:
-    """One operator's code with operands to call it on."""
+    """One operator's code with operands to call it on; those `stored`, of a pass that reads
+    `num_bytes` of them, in more copies.
+    """
 
-    def __init__(self, pcg: PCG, item: Compute, ctx: Context, clock: Clock) -> None:
+    def __init__(
+        self,
+        pcg: PCG,
+        item: Compute,
+        ctx: Context,
+        clock: Clock,
+        stored: frozenset[str],
+        num_bytes: int,
+    ) -> None:
         self._clock, self._ctx = clock, ctx
         values = {identifier(v.name): v for v in item.operands}
         code = f"lambda ctx, prefix, {', '.join(values)}: {expression(pcg, item, None)}"
@@ -207,8 +224,14 @@ class _Trial:
         size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
                       for part in (item.operands, item.results))  # fmt: skip
         copies = max(1, min(MOST_COPIES, CACHE_BYTES[clock.device.type] // size))
-        self._copies = [_operands(item, mesh, clock.device) for _ in range(copies)]
-        calls = max(1, min(MOST_CALLS, MOST_BYTES // made, 4 * copies))
+        own = sum(_num_bytes(v, mesh) for v in item.operands if v.name in stored)
+        many = max(copies, min(MOST_STORED, num_bytes // own)) if own else copies
+        every = {v.name for v in item.operands}
+        made_of = partial(_operands, item, mesh, clock.device)
+        bases = [made_of(every) for _ in range(copies)]
+        more = [_leaves(bases[i % copies]) | made_of(stored) for i in range(copies, many)]
+        self._copies = [list(operands.values()) for operands in (*bases, *more)]
+        calls = max(1, min(max(MOST_CALLS, many), MOST_BYTES // made, 4 * many))
         self._turns = list(islice(cycle(self._copies), calls))
         self._made: list[Tensor] = []
         self._roots: list[Tensor] = []
@@ -246,17 +269,26 @@ class _Trial:
         torch.autograd.backward(self._roots, self._given)
 
 
-def _operands(item: Compute, mesh: Mesh, device: torch.device) -> list[Tensor]:
-    """Each operand once; those that are read as one where they lie are in one memory."""
+def _operands(
+    item: Compute, mesh: Mesh, device: torch.device, names: Collection[str]
+) -> dict[str, Tensor]:
+    """Operands of these names; those that are read as one where they lie are in one memory."""
     values = {v.name: v for v in item.operands}
-    made = {name: _operand(v, values.values(), mesh, device) for name, v in values.items()}
+    made = {n: _operand(v, values.values(), mesh, device) for n, v in values.items() if n in names}
     for position in item.adjacent:
-        names = [item.operands[i].name for i in operands_at(item.node, position)]
-        rows = [len(made[name]) for name in names]
-        memory = torch.cat([made[name].detach() for name in names])
-        for name, part in zip(names, torch.split(memory, rows), strict=True):
+        parts = [item.operands[i].name for i in operands_at(item.node, position)]
+        if not made.keys() >= set(parts):
+            continue
+        rows = [len(made[name]) for name in parts]
+        memory = torch.cat([made[name].detach() for name in parts])
+        for name, part in zip(parts, torch.split(memory, rows), strict=True):
             made[name] = part.detach().requires_grad_(made[name].requires_grad)
-    return list(made.values())
+    return made
+
+
+def _leaves(operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same memory, with gradients of its own."""
+    return {n: t.detach().requires_grad_(t.requires_grad) for n, t in operands.items()}
 
 
 def _shape(value: PValue, mesh: Mesh) -> tuple[int, ...]:

@@ -162,6 +162,7 @@ class Driver:
             self.on[devices] = contexts
             self._look_on(contexts.meshes)
         self._refine()
+        self._look_as_asked()
         self._improve()
         self._climb()
         self._close()
@@ -293,6 +294,25 @@ class Driver:
         looked = tuple(self.looked)
         for mesh, menus in self.finer.refinements(program, parent, looked, known):
             self._look(program, mesh, count, menus, parent)
+
+    def _look_as_asked(self) -> None:
+        """The best context of the graph as it is, where rewrites are a choice: its plans are judged
+        beside theirs, which estimates may put first and the simulator not.
+        """
+        known = (c for c in self.looked if len(c.mesh.axes) <= MAX_AXES)
+        best = min(known, key=_fastest, default=None)
+        if best is None or not self.request.takes or _fastest(best) == inf:
+            return
+        request, mesh = replace(best.request, takes=()), best.mesh
+        contexts = Contexts(request, self.contexts.base, work=self.contexts.work)
+        program = contexts.on(mesh, best.num_microbatches)
+        assert program is not None, "it was searched with other forms"
+        context = contexts.search(program, mesh, best.num_microbatches)
+        context.limit = best.limit
+        context.run(self.duals, self._enough_ps(mesh))
+        context.improve(_fastest(best), self.seen)
+        self.looked.append(context)
+        self.best_ps = min(self.best_ps, _fastest(context))
 
     def _improve(self, patience: int = PATIENCE) -> None:
         """Local search on the simulator from the fastest plans of some contexts; a short one where

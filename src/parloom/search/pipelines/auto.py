@@ -128,7 +128,10 @@ def search_pipelines(
         among: Collection[tuple[int, int]] = ()
         for one in every:
             among = one.look(among)
-        min(every, key=lambda one: one.fastest_ps).finish(min(one.best_ps for one in every))
+        nearby_ps = min(one.fastest_ps for one in every) * (1 + FORMS)
+        for one in sorted(every, key=lambda one: one.fastest_ps):
+            if one.fastest_ps <= nearby_ps:
+                one.finish(min(other.best_ps for other in every))
     except OutOfWorkError:
         status = Status.OUT_OF_BUDGET
     except KeyboardInterrupt:
@@ -269,7 +272,8 @@ class PipelineSearch:
     def __init__(self, contexts: Contexts, best_ps: float, say: Say) -> None:
         self.contexts, self.request = contexts, contexts.request
         self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
-        self.splits = PromisingSplits(contexts, self.least_ps, best_ps, say)
+        share_ps = least_work_ps(contexts) / self.request.cluster.num_devices
+        self.splits = PromisingSplits(contexts, share_ps, best_ps, say)
         judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 

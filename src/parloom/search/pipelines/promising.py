@@ -29,11 +29,11 @@ AROUND = 2
 
 
 class PromisingSplits:
-    """Splits that may be faster than `best_ps`; none takes less than `least_ps`."""
+    """Splits that may be faster than `best_ps`; `share_ps` is an equal share of the least work."""
 
-    def __init__(self, contexts: Contexts, least_ps: float, best_ps: float, say: Say) -> None:
+    def __init__(self, contexts: Contexts, share_ps: float, best_ps: float, say: Say) -> None:
         self.contexts, self.request, self.say = contexts, contexts.request, say
-        self.least_ps, self.best_ps = least_ps, best_ps
+        self.share_ps, self.best_ps = share_ps, best_ps
         self.devices = self.request.cluster.num_devices
         self.items = stage_items(self.request.graph)
         self.orders = orders(len(self.items), item_edges(self.request.graph))
@@ -87,7 +87,7 @@ class PromisingSplits:
     ) -> Iterator[Split]:
         """The best split of each of these numbers of microbatches, downwards."""
         for count in reversed(counts):
-            if before is not None and _least_with(before, count, self.least_ps) > self.enough_ps():
+            if before is not None and _least_with(before, count, self.share_ps) > self.enough_ps():
                 return
             found = self.look_at(size, count)
             if found is None and (before or self._may_be_fast(size, count)):
@@ -178,13 +178,13 @@ class PromisingSplits:
         self.found += self._promising(uneven)
 
 
-def _least_with(before: Split, count: int, least_ps: float) -> float:
+def _least_with(before: Split, count: int, share_ps: float) -> float:
     """An estimate of the least closed form with fewer microbatches than in `before`. A larger
-    microbatch takes longer on its way; all of them together may take less than now, down to
-    `least_ps`.
+    microbatch takes longer on its way; all of them together may take less than now, down to an
+    equal share of the least work.
     """
-    larger = before.num_microbatches / count * min(1.0, least_ps / max(before.loads_ps()))
-    return max(least_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
+    larger = before.num_microbatches / count * min(1.0, share_ps / max(before.loads_ps()))
+    return max(share_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
 
 
 def closed_ps(split: Split) -> float:
