@@ -155,6 +155,67 @@ def factory():
     return Net(), batch
 """
 
+# Of all splits of the model's own form one is a quarter faster than what another form has at first.
+STACKED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p2 = nn.Parameter(torch.randn(256, 64) / 16.00)
+        self.p3 = nn.Parameter(torch.randn(64, 256) / 8.00)
+        self.p4 = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x, y):
+        v0 = torch.softmax(x, -1)
+        v1 = torch.stack([v0, x], 0).sum(0)
+        v2 = F.linear(y, (self.p2 @ self.p3).t())
+        v3, v4 = self.p4(v0), self.p4(v1)
+        return v2.mean().square() + F.mse_loss(v3, torch.zeros_like(v3)) + v4.square().mean()
+
+def factory():
+    batch = {
+        "x": torch.randn(384, 256, dtype=torch.double),
+        "y": torch.randn(384, 256, dtype=torch.double),
+    }
+    return Net().double(), batch
+"""
+
+# Estimates put a form first that is 5 % slower when it is simulated.
+ESTIMATED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p0 = nn.Linear(256, 768)
+        self.p1 = nn.Linear(256, 512)
+        self.p1.weight.requires_grad_(False)
+        self.p3 = nn.Linear(512, 2048, bias=False)
+        self.p3.weight.requires_grad_(False)
+        self.p5 = nn.Linear(512, 1024)
+        self.p6 = nn.Linear(768, 1024, bias=False)
+        self.p7 = nn.Linear(2048, 768, bias=False)
+        self.p8 = nn.Parameter(torch.randn(1024, 768) / 32.00)
+
+    def forward(self, x, y):
+        v0 = self.p0(x)
+        v1 = self.p1(x).detach().sigmoid()
+        v2, v3 = self.p3(v1), self.p5(v1)
+        v6 = torch.cat([self.p6(v0), self.p6(v0)], -1)
+        v9 = self.p7(v6) - self.p7(v2)
+        v10 = F.linear(v9, self.p8 + self.p8)
+        loss = F.mse_loss(y, torch.zeros_like(y)) + v3.square().mean()
+        return loss + v10.mean().square()
+
+def factory():
+    return Net(), {"x": torch.randn(512, 256), "y": torch.randn(512, 256)}
+"""
+
 # The product of what is joined is that of a product of weights.
 JOINED = """
 import torch
@@ -238,8 +299,15 @@ def test_rewrites_hide_no_faster_pipeline_of_the_model_as_it_is(name: str, tmp_p
     assert free.step_ps <= plain.step_ps * (1 + 1e-9)
 
 
-def test_rewrites_hide_no_faster_plan_of_the_model_as_it_is(tmp_path: Path) -> None:
-    free, plain = (fastest(asked(TWICE, "2x2xcpu", tmp_path, own)) for own in ("", NO_REWRITE))
+@pytest.mark.parametrize(
+    ("text", "cluster"),
+    [(TWICE, "2x2xcpu"), (STACKED, "1x4xV100"), (ESTIMATED, "1x4xV100")],
+    ids=["twice", "stacked", "estimated"],
+)
+def test_rewrites_hide_no_faster_plan_of_the_model_as_it_is(
+    text: str, cluster: str, tmp_path: Path
+) -> None:
+    free, plain = (fastest(asked(text, cluster, tmp_path, own)) for own in ("", NO_REWRITE))
     assert not plain.decisions.rewrites
     assert free.prediction.step_s <= plain.prediction.step_s * (1 + 1e-9)
 
