@@ -146,9 +146,7 @@ class Driver:
         self.climbed: list[SimulatedPlan] = []
 
     def run(self) -> None:
-        """All contexts of the whole cluster, then those of its parts as long as these may be as
-        fast.
-        """
+        """All contexts of the cluster, then those of parts as long as these may be as fast."""
         self._look_on(self.contexts.meshes)
         if self.request.wanted is Wanted.PRICE:
             return
@@ -162,7 +160,7 @@ class Driver:
             self.on[devices] = contexts
             self._look_on(contexts.meshes)
         self._refine()
-        self._look_as_asked()
+        self.looked += _looked_at_as_asked(self)
         self._improve()
         self._climb()
         self._close()
@@ -295,25 +293,6 @@ class Driver:
         for mesh, menus in self.finer.refinements(program, parent, looked, known):
             self._look(program, mesh, count, menus, parent)
 
-    def _look_as_asked(self) -> None:
-        """The best context of the graph as it is, where rewrites are a choice: its plans are judged
-        beside theirs, which estimates may put first and the simulator not.
-        """
-        known = (c for c in self.looked if len(c.mesh.axes) <= MAX_AXES)
-        best = min(known, key=_fastest, default=None)
-        if best is None or not self.request.takes or _fastest(best) == inf:
-            return
-        request, mesh = replace(best.request, takes=()), best.mesh
-        contexts = Contexts(request, self.contexts.base, work=self.contexts.work)
-        program = contexts.on(mesh, best.num_microbatches)
-        assert program is not None, "it was searched with other forms"
-        context = contexts.search(program, mesh, best.num_microbatches)
-        context.limit = best.limit
-        context.run(self.duals, self._enough_ps(mesh))
-        context.improve(_fastest(best), self.seen)
-        self.looked.append(context)
-        self.best_ps = min(self.best_ps, _fastest(context))
-
     def _improve(self, patience: int = PATIENCE) -> None:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
         estimates leave no room for better ones, as all of them may be wrong.
@@ -367,6 +346,25 @@ class Driver:
     def judged(self) -> Iterator[SimulatedCandidate]:
         """All candidates that were simulated."""
         return chain.from_iterable(context.judged.values() for context in self.looked)
+
+
+def _looked_at_as_asked(driver: Driver) -> Iterator[ContextSearch]:
+    """The best context of the graph as it is, where rewrites are a choice: its plans are judged
+    beside theirs, which estimates may put first and the simulator not.
+    """
+    known = (c for c in driver.looked if len(c.mesh.axes) <= MAX_AXES)
+    best = min(known, key=_fastest, default=None)
+    if best is None or not driver.request.takes or _fastest(best) == inf:
+        return
+    request, count = replace(best.request, takes=()), best.num_microbatches
+    contexts = Contexts(request, driver.contexts.base, work=driver.contexts.work)
+    program = contexts.on(best.mesh, count)
+    assert program is not None, "it was searched with other forms"
+    context = contexts.search(program, best.mesh, count)
+    context.limit = best.limit
+    context.run(driver.duals, driver._enough_ps(best.mesh))
+    context.improve(_fastest(best), driver.seen)
+    yield context
 
 
 def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
