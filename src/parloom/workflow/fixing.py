@@ -9,6 +9,7 @@ solution; those that no better one uses are left out of the program that gives t
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import isfinite
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def solve_fixed(
     linear = solve(replace(program, integers=[False] * len(program.integers)), gap, left())
     if linear.interrupted or linear.infeasible:
         return replace(linear, values=None)
-    if linear.values is None:
+    if linear.values is None or not isfinite(linear.bound):  # out of time
         return solve(program, gap, left(), start)
     first = _solved(
         program, linear, counts, FIRST * linear.bound, max(gap, FIRST_GAP), left(FIRST_TIME), start

@@ -1,7 +1,7 @@
 """HiGHS on a program that may be interrupted: what it found, and the bound that it proved."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
@@ -9,11 +9,9 @@ import numpy as np
 from parloom.search.linear import LinearProgram
 
 LOOK_S = 0.05
-# HiGHS 1.13 calls some solutions optimal that are not, where its cuts go wrong. Of 1,899 programs
-# of drawn workflows (tests/workflows.py, seeds 0 to 899), solved with each pair of tolerance and
-# presolve: 7 with (1e-9, off), 6 with (1e-8, on), the same 6 with (1e-7, on), none with (1e-9, on),
-# (1e-8, off), (1e-7, off), (1e-6, on) and (1e-6, off). 1.14, which is not allowed, fails with more
-# (its issues 3043, 3073, 3094).
+# HiGHS 1.13 calls some solutions optimal that are not, or says that there are none, with other pairs
+# of tolerance and presolve: `benchmarks/solver_tolerances.py`. 1.14, which is not allowed, does so
+# more often (its issues 3043, 3073, 3094).
 OPTIONS: Mapping[str, float | str | bool] = {
     "presolve": "off",
     "mip_feasibility_tolerance": 1e-7,
@@ -54,11 +52,8 @@ def solve(
     if seconds is not None:
         solver.setOptionValue("time_limit", max(seconds, 0.1))
     if start is not None:
-        values = np.zeros(len(program.costs))
-        for column, value in start.items():
-            values[column] = value
         begin = highspy.HighsSolution()
-        begin.col_value = values.tolist()
+        begin.col_value = [start.get(column, 0.0) for column in range(len(program.costs))]
         solver.setSolution(begin)
     interrupted = _run(solver)
     kinds = highspy.HighsModelStatus
@@ -74,10 +69,9 @@ def solve(
     if not feasible:
         return Found(None, float("inf"), bound, interrupted=interrupted)
     solution = solver.getSolution()
-    found = Found(tuple(solution.col_value), cost, min(bound, cost), interrupted=interrupted)
-    return (
-        found if any(program.integers) else replace(found, reduced_costs=tuple(solution.col_dual))
-    )
+    reduced = () if any(program.integers) else tuple(solution.col_dual)
+    values, bound = tuple(solution.col_value), min(bound, cost)
+    return Found(values, cost, bound, interrupted=interrupted, reduced_costs=reduced)
 
 
 def _run(solver: highspy.Highs) -> bool:
