@@ -1,4 +1,4 @@
-"""Which plans of workflows HiGHS misses, by its tolerance of integers and with and without presolve.
+"""Which plans of workflows HiGHS misses, by its tolerance of integers, with and without presolve.
 
     python benchmarks/solver_tolerances.py [--count 900]
 
@@ -42,7 +42,7 @@ def programs(seed: int) -> Iterator[LinearProgram]:
 def cost(program: LinearProgram, tolerance: float, presolve: str) -> float:
     """What HiGHS calls the least cost; infinite where it says that there is no solution."""
     solver = program.solver(GAP)
-    asked = OPTIONS | {"mip_feasibility_tolerance": tolerance, "presolve": presolve}
+    asked = {**OPTIONS, "mip_feasibility_tolerance": tolerance, "presolve": presolve}
     for option, value in asked.items():
         solver.setOptionValue(option, value)
     solver.run()
@@ -67,11 +67,8 @@ def main() -> int:
                     missed[pair] += 1
                     worst[pair] = max(worst[pair], own / right)
                     print(f"seed {seed}, {pair}: {own:.6g} for {right:.6g}", flush=True)
-    print(
-        f"\n{solved} programs\n\n| tolerance | presolve | missed | most times as dear |\n"
-        + "|---" * 4
-        + "|"
-    )
+    print(f"\n{solved} programs\n\n| tolerance | presolve | missed | most times as dear |")
+    print("|---" * 4 + "|")
     for pair in PAIRS:
         print(f"| {pair[0]:g} | {pair[1]} | {missed[pair]} | {worst[pair]:.3f} |")
     return int(missed[float(OPTIONS["mip_feasibility_tolerance"]), str(OPTIONS["presolve"])] > 0)

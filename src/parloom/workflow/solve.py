@@ -9,9 +9,9 @@ import numpy as np
 from parloom.search.linear import LinearProgram
 
 LOOK_S = 0.05
-# HiGHS 1.13 calls some solutions optimal that are not, or says that there are none, with other pairs
-# of tolerance and presolve: `benchmarks/solver_tolerances.py`. 1.14, which is not allowed, does so
-# more often (its issues 3043, 3073, 3094).
+# HiGHS 1.13 calls some solutions optimal that are not, or says that there are none, with other
+# pairs of tolerance and presolve: `benchmarks/solver_tolerances.py`. 1.14, which is not allowed,
+# does so more often (its issues 3043, 3073, 3094).
 OPTIONS: Mapping[str, float | str | bool] = {
     "presolve": "off",
     "mip_feasibility_tolerance": 1e-7,
