@@ -29,6 +29,7 @@ from parloom.search.least_compute import least_compute_ps, least_work_ps
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
+from parloom.search.near_forms import FORMS, NearForms, Rewrites
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
@@ -144,6 +145,7 @@ class Driver:
         self.estimate_bound_ps = self.bound_ps = 0.0
         self.finer = FinerMenus()
         self.climbed: list[SimulatedPlan] = []
+        self.forms = NearForms(self.contexts)
 
     def run(self) -> None:
         """All contexts of the cluster, then those of parts as long as these may be as fast."""
@@ -160,7 +162,6 @@ class Driver:
             self.on[devices] = contexts
             self._look_on(contexts.meshes)
         self._refine()
-        self.looked += _looked_at_as_asked(self)
         self._improve()
         self._climb()
         self._close()
@@ -249,9 +250,8 @@ class Driver:
         if self.duals != free:
             context.columns.prove(self.duals, ROUGH)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
-        if self._promises(context) and (
-            parent is None or _expected_ps(context, parent) < self.best_ps * (1 - BETTER)
-        ):
+        expected_ps = _expected_ps(context, parent, self.every()) if parent else 0.0
+        if self._promises(context) and expected_ps < self.best_ps * (1 - BETTER):
             context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
             if self._promises(context):
                 before, enough = self.best_ps, self._enough_ps(mesh)
@@ -272,9 +272,10 @@ class Driver:
         """Meshes with an axis of the best ones cut in two, and on from what is better."""
         while self.best_ps < inf:
             before = self.best_ps
-            nearest = sorted(self.looked, key=_fastest)
+            fastest = {context: _fastest_there(context, self.every()) for context in self.looked}
+            nearest = sorted(self.looked, key=fastest.__getitem__)
             for parent in nearest[: PARENTS if self._has_room() else 1]:
-                if _fastest(parent) <= _nearby_ps(self.looked, before, self._has_room()):
+                if fastest[parent] <= _nearby_ps(self.every(), before, self._has_room()):
                     self._refine_one(parent)
             if self.best_ps > before * (1 - BETTER):
                 return
@@ -289,35 +290,31 @@ class Driver:
         program = self.contexts.program(count)
         assert program is not None, "it was searched"
         known = {mesh for mesh, other in self.unlimited if other == count}
-        looked = tuple(self.looked)
-        for mesh, menus in self.finer.refinements(program, parent, looked, known):
+        for mesh, menus in self.finer.refinements(program, parent, tuple(self.looked), known):
             self._look(program, mesh, count, menus, parent)
 
     def _improve(self, patience: int = PATIENCE) -> None:
         """Local search on the simulator from the fastest plans of some contexts; a short one where
         estimates leave no room for better ones, as all of them may be wrong.
         """
-        nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
-        # A finer mesh may have the best plan of a coarser one.
-        different = {_fastest(c): c for c in sorted(self.looked, key=_fineness, reverse=True)}
-        nearest = sorted(different.values(), key=_fastest)[:LOCAL]
-        close = [c for c in nearest if _fastest(c) <= nearby < inf]
+        self.forms.look(sorted(self.looked, key=_promise), self._best(), self.seen)
+        enough = _nearby_ps(self.every(), self.best_ps, self._has_room()) / (1 + NEARBY)
+        close = list(_nearest_of_forms(self.forms.instead(self.looked), enough))
         some = self.steps.below(self.best_ps * (1 + SAME), close)
         if self._has_room():
             improved(some, self.seen, patience=patience)
         else:
             improved(some, self.seen, patience=SHORT, operators=FEW_OPERATORS)
-        self.best_ps = min([self.best_ps, *map(_fastest, self.looked)])
+        self.best_ps = min([self.best_ps, *map(_fastest, self.every())])
 
     def _climb(self) -> None:
         """Change the best plan, whatever a model says, and first one that would be better if it
         held a little less.
         """
         limit = self.request.limit_bytes
-        for start, context in _starts(self.looked, limit).items():
-            nearby = _nearby_ps(self.looked, self.best_ps, self._has_room())
-            enough = self.best_ps * (1 + SAME)
-            if cost(start, limit) <= nearby and self.steps.any_below(enough, self.looked):
+        for start, context in _starts(self.every(), limit).items():
+            near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
+            if near and self.steps.any_below(self.best_ps * (1 + SAME), self.looked):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
@@ -345,27 +342,11 @@ class Driver:
 
     def judged(self) -> Iterator[SimulatedCandidate]:
         """All candidates that were simulated."""
-        return chain.from_iterable(context.judged.values() for context in self.looked)
+        return chain.from_iterable(context.judged.values() for context in self.every())
 
-
-def _looked_at_as_asked(driver: Driver) -> Iterator[ContextSearch]:
-    """The best context of the graph as it is, where rewrites are a choice: its plans are judged
-    beside theirs, which estimates may put first and the simulator not.
-    """
-    known = (c for c in driver.looked if len(c.mesh.axes) <= MAX_AXES)
-    best = min(known, key=_fastest, default=None)
-    if best is None or not driver.request.takes or _fastest(best) == inf:
-        return
-    request, count = replace(best.request, takes=()), best.num_microbatches
-    contexts = Contexts(request, driver.contexts.base, work=driver.contexts.work)
-    program = contexts.on(best.mesh, count)
-    if program is None:
-        return
-    context = contexts.search(program, best.mesh, count)
-    context.limit = best.limit
-    context.run(driver.duals, driver._enough_ps(best.mesh))
-    context.improve(_fastest(best), driver.seen)
-    yield context
+    def every(self) -> Sequence[ContextSearch]:
+        """All contexts, those in forms of their own among them."""
+        return [*self.looked, *self.forms.looked]
 
 
 def _searched(space: Space, best: SimulatedPlan | None, work: Work) -> SimulatedPlan | None:
@@ -423,38 +404,59 @@ def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[Simu
     yield from map(own.as_asked, climbed(own.request, program, plain, context.work))
 
 
+def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iterator[ContextSearch]:
+    """The contexts with the fastest plans of each form that is near the best one, but for those
+    with equal ones: a finer mesh may have the best plan of a coarser one.
+    """
+    forms: dict[Rewrites, dict[float, ContextSearch]] = {}
+    for context in sorted(contexts, key=lambda c: len(c.mesh.axes), reverse=True):
+        for found in sorted(context.fitting(), key=_step_ps)[:1]:
+            forms.setdefault(found.decisions.rewrites, {})[found.step_ps] = context
+    for different in forms.values():
+        least = min(different)
+        nearby = least * (1 + NEARBY) if least <= best_ps * (1 + FORMS) else best_ps * (1 + NEARBY)
+        yield from (c for ps, c in sorted(different.items())[:LOCAL] if ps <= nearby)
+
+
 def _starts(
     looked: Sequence[ContextSearch], limit_bytes: int
 ) -> dict[SimulatedCandidate, ContextSearch]:
-    """The best of all plans that were simulated, and the best that fits, with their contexts."""
-    starts: dict[SimulatedCandidate, ContextSearch] = {}
-    for fits in (False, True):
-        every = {
-            found: context
-            for context in looked
-            for found in (context.fitting() if fits else context.judged.values())
-        }
-        for found in sorted(every, key=lambda found: cost(found, limit_bytes))[:1]:
-            starts[found] = every[found]
-    return starts
+    """The best of all plans that were simulated, and the best of each form that fits, with their
+    contexts.
+    """
+    every = {found: context for context in looked for found in context.judged.values()}
+    ranked = sorted(every, key=lambda found: cost(found, limit_bytes))
+    fitting = [found for found in ranked if found.peak_bytes <= limit_bytes]
+    forms = {found.decisions.rewrites: found for found in reversed(fitting)}
+    starts = dict.fromkeys((*ranked[:1], *sorted(forms.values(), key=_step_ps)))
+    return {start: every[start] for start in starts}
 
 
-def _expected_ps(context: ContextSearch, parent: ContextSearch) -> float:
+def _expected_ps(
+    context: ContextSearch, parent: ContextSearch, every: Sequence[ContextSearch]
+) -> float:
     """The step of plans that are as far above the bound as the best one of `parent`."""
-    above = _fastest(parent) / max(parent.columns.bound_ps(parent.limit), 1.0)
+    above = _fastest_there(parent, every) / max(parent.columns.bound_ps(parent.limit), 1.0)
     return context.columns.bound_ps(context.limit) * above
+
+
+def _fastest_there(context: ContextSearch, every: Sequence[ContextSearch]) -> float:
+    """The fastest step on the mesh of a context, with as many microbatches, of any form."""
+    mesh, count = context.mesh, context.num_microbatches
+    return min(_fastest(c) for c in every if (c.mesh, c.num_microbatches) == (mesh, count))
 
 
 def _fastest(context: ContextSearch) -> float:
     return min((found.step_ps for found in context.fitting()), default=inf)
 
 
+def _promise(context: ContextSearch) -> tuple[float, float]:
+    """The fastest plan, or else what plans take at least."""
+    return _fastest(context), context.columns.bound_ps(context.limit)
+
+
 def _step_ps(found: SimulatedPlan) -> float:
     return found.step_ps
-
-
-def _fineness(context: ContextSearch) -> int:
-    return len(context.mesh.axes)
 
 
 def _seconds(ps: float) -> str:

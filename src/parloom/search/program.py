@@ -124,7 +124,7 @@ class Weight:
 
     `block`: only one block call reads each, so that its chunks are gathered for that call, together
     with those of others: `unit_elements` in all. `last`: gradients are among the last to arrive.
-    `apart`: of its readers one is there in every form, as which wants it it lies.
+    `apart`: one of its readers is in every form, and it lies as that wants it.
     """
 
     spec: TensorSpec
@@ -162,9 +162,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Program:
-    """All of a graph that layouts are chosen for; `index` says which operator a call is of, by the
-    key of a plan's decision, in the order of the graph.
-    """
+    """All of a graph that layouts are chosen for; `index`: the operator of a call, by its key."""
 
     graph: Graph
     factored: Factored
@@ -177,7 +175,8 @@ class Program:
     units: int = 1
     """Block calls that read weights of their own."""
     forms: Forms | None = None
-    """What `graph` is made of, where it has several forms."""
+    """What `graph` is made of, where it has several forms; `rewrites` make one of these forms."""
+    rewrites: tuple[str, ...] = ()
 
     @cached_property
     def places(self) -> tuple[tuple[str, str], ...]:
@@ -235,7 +234,7 @@ class Program:
     def form(self, taken: Mapping[int, int]) -> Form:
         """The graph in which operators (by index) take the operands in these positions."""
         if self.forms is None:
-            return Form(self.factored)
+            return Form(self.factored, self.rewrites)
         return self.forms.form({self.operators[i].place: at for i, at in taken.items()})
 
     @cached_property

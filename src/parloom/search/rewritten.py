@@ -11,8 +11,9 @@ from parloom.ir.plan import Decisions
 from parloom.rewrite.forms import Forms
 from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
-from parloom.search.contexts import SimulatedPlan
+from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.pinned import resolve
+from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.worthwhile import worthwhile
 
@@ -34,6 +35,18 @@ class RewrittenRequest:
     def with_rewrites(self, decisions: Decisions) -> Decisions:
         """Decisions for this graph as those for the graph that was asked about."""
         return replace(decisions, rewrites=(*self.rewrites, *decisions.rewrites))
+
+
+def in_form(contexts: Contexts, rewrites: Sequence[str]) -> Contexts:
+    """The same contexts, of plans of the form that `rewrites` make: other layouts alone."""
+    own = RewrittenRequest(contexts.request, rewrites).request
+    request = replace(contexts.request, takes=(), pinned=own.pinned)
+    found = Contexts(request, contexts.base, work=contexts.work)
+    if rewrites:
+        factored = factorize(own.graph)
+        whole = program_of(own.graph, factored, own.pinned)
+        found.whole = replace(whole, rewrites=tuple(rewrites))
+    return found
 
 
 def free_functions(request: Request) -> list[Function]:

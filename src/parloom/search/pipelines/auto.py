@@ -29,7 +29,7 @@ from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
-from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
+from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps, promising
 from parloom.search.pipelines.split import Split
 from parloom.search.prices import Prices
 from parloom.search.request import Request, Say, Wanted
@@ -48,6 +48,8 @@ MERGED = 8
 EVERY, MANY, PATIENCE = 300, 2, 50
 # More bytes than any device has.
 UNLIMITED = 1 << 60
+# The share by which closed forms may be above the least where another form is looked at.
+OTHERS = 0.5
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 APART = "pipelines are not searched for microbatches that are computed by themselves"
@@ -110,24 +112,19 @@ def search_pipelines(
     if not any(map(request.pinned.allows_stages, range(2, len(stage_items(request.graph)) + 1))):
         return None
     try:
-        forms = Contexts(request, base, forms_for(request))
-        rewrites = _form_of(best, forms)
-        bound_ps = least_pipeline_ps(forms)
+        contexts = Contexts(request, base, forms_for(request))
+        forms, bound_ps = _forms_of(best, contexts), least_pipeline_ps(contexts)
     except OutOfWorkError:
         return Searched((), 0.0, inf, Status.OUT_OF_BUDGET)
     except KeyboardInterrupt:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
     best_ps, work = best.step_ps if best else inf, Work(request.budget)
-    joins = any(take.function == request.graph.main.name for take in takes_of(rewrites))
-    every = [
-        FormPipelines(request, base, own, best_ps, work, say)
-        for own in (((), rewrites) if joins else (rewrites,))
-    ]
+    every = [FormPipelines(request, base, own, best_ps, work, say) for own in forms]
     status = Status.COMPLETE
     try:
         among: Collection[tuple[int, int]] = ()
         for one in every:
-            among = one.look(among)
+            among = one.look(among) or among
         nearby_ps = min(one.fastest_ps for one in every) * (1 + FORMS)
         for one in sorted(every, key=lambda one: one.fastest_ps):
             if one.fastest_ps <= nearby_ps:
@@ -165,19 +162,12 @@ class FormPipelines:
 
     def look(self, among: Collection[tuple[int, int]]) -> Collection[tuple[int, int]]:
         """Simulate what promises most on all devices, of the sizes of groups and numbers of
-        microbatches given, or of all: those of what was simulated and is near the fastest.
+        microbatches given, or of all: those that may be good for other forms, too.
         """
-        contexts = Contexts(self.form.request, self.base, work=self.work)
-        whole = self._add(contexts)
+        whole = self._add(Contexts(self.form.request, self.base, work=self.work))
         whole.look(among)
         self.best_ps = whole.best_ps
-        judged = whole.tried.judged
-        nearby_ps = min((one.step_ps for one in judged if one.fits), default=inf) * (1 + FORMS)
-        return dict.fromkeys(
-            (one.split.costs[0].num_devices, one.split.num_microbatches)
-            for one in judged
-            if one.step_ps <= nearby_ps
-        )
+        return promising(whole.splits.found, 1 + OTHERS)
 
     @property
     def fastest_ps(self) -> float:
@@ -221,14 +211,18 @@ class FormPipelines:
         return self.searches[-1]
 
 
-def _form_of(best: SimulatedPlan | None, forms: Contexts) -> tuple[str, ...]:
-    """The rewrites of the best plan, but for one with modules as blocks, which stages have not; or
-    those with which one device computes least.
+def _forms_of(best: SimulatedPlan | None, contexts: Contexts) -> Collection[tuple[str, ...]]:
+    """The forms that pipelines have: that of the best plan, but for one with modules as blocks,
+    which stages have not; that with which one device computes least; and the model's own where
+    these change main, in which branches that a rewrite joins may be on different devices.
     """
-    rewrites = best.decisions.rewrites if best else ()
-    if best is None or len(takes_of(rewrites)) < len(rewrites):
-        rewrites = least_on_one_device(forms)[1].rewrites
-    return rewrites
+    found = [tuple(least_on_one_device(contexts)[1].rewrites)]
+    if best is not None and len(takes_of(best.decisions.rewrites)) == len(best.decisions.rewrites):
+        found.append(best.decisions.rewrites)
+    main = contexts.request.graph.main.name
+    if any(take.function == main for own in found for take in takes_of(own)):
+        found.insert(0, ())
+    return dict.fromkeys(found)
 
 
 def holds_pins(request: Request, decisions: Decisions) -> bool:
@@ -283,12 +277,7 @@ class PipelineSearch:
         """
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
-        for size, count in among:
-            self.splits.look_at(size, count)
-        if among:
-            self.splits.add_exposed()
-        else:
-            self.splits.look()
+        self.splits.look(among)
         self._judge_best()
         self._climb()
 
