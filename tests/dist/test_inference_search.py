@@ -157,7 +157,6 @@ def test_verbs_of_inference_plans(
         ("scale",): "scale is of training steps, and this plan is for inference",
         ("export", "--to", "slurm"): "--to slurm is about training",
         ("export", "--to", "deepspeed"): "--to deepspeed is about training",
-        ("verify", "--shrink"): "small copies of inference plans",
     }
     for (verb, *rest), words in said.items():
         capsys.readouterr()

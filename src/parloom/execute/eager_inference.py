@@ -28,7 +28,7 @@ from parloom.execute.inference import FLOOR, PROVED_TOKENS, one_pass, replayed
 from parloom.execute.relative import Difference, judged, relative_difference
 from parloom.ir.graph import Graph
 
-LARGE = "the model is large; a small copy of it is not made for inference yet"
+LARGE = "the model is large; --shrink compares a small copy"
 DRAWN = 0.1  # the standard deviation of what is added to parameters that are all alike
 Tensors = Mapping[str, Tensor]
 
