@@ -54,8 +54,9 @@ def timeline_document(
     """What `simulate --json` prints; seconds and bytes.
 
     `lower_bound_s` is what no overlap of this plan's work can beat; a plan's `bound_s` is what no
-    plan can. `period_s` is the time from pass to pass where they follow each other at once, as those
-    of tokens in a pipeline do. `memory` is the most of each component, `memory_at_peak` what makes up `peak_bytes`.
+    plan can. `period_s`: from step to step where they follow each other at once, as of tokens in a
+    pipeline. `memory` is the most of each component, `memory_at_peak` what makes up
+    `peak_bytes`.
     """
     return {
         "step_s": timeline.step_ps / 1e12,
@@ -85,7 +86,7 @@ def _repeated(timeline: Timeline) -> str:
     text = f"one pass every {format_seconds(timeline.period_s)} where they follow each other"
     if timeline.each_ps < timeline.step_ps:
         return f"{text}: stages begin the next one while others are at this one"
-    return f"{text}: none overlap, since all microbatches are needed to keep one stage busy"
+    return f"{text}: no two overlap, for each waits for the tokens of the one before it"
 
 
 def _streams(timeline: Timeline, index: int) -> Table:
