@@ -74,12 +74,12 @@ def make_plans(folder: Path, model: str, ranks: int, methods: Sequence[str]) -> 
     captured = api.capture_inference(str(spec), batch=BATCH, **asked, progress=_say)  # type: ignore[arg-type]
     made = []
     for method in methods if ranks > 1 else METHODS[:1]:
-        asked = {"method": method}
+        wanted: dict[str, Any] = {"method": method}
         if method == PIPELINE:
-            asked = {"pin": [f"stages={ranks}"], "objective": "throughput"}
+            wanted = {"pin": [f"stages={ranks}"], "objective": "throughput"}
         try:
             plan = api.search_inference(
-                captured, cluster=f"{ranks}xcpu", devices=ranks, **asked, progress=_say
+                captured, cluster=f"{ranks}xcpu", devices=ranks, **wanted, progress=_say
             )
         except InfeasibleError as error:
             _say(f"{model} by {method} on {ranks}: {error}")
@@ -129,8 +129,8 @@ def timed(path: Path, passes: int) -> dict[str, list[float]]:
         batch = _batch(parse_graph(text))
         found[name] = _times(partial(server.run, name, batch), passes)
         if name == PREFILL:
-            prompts = batch["input_ids"]
-            found[ANSWER] = _times(lambda p=prompts: server.begin_tokens(p, TOKENS).wait(), passes)
+            answer = partial(server.begin_tokens, batch["input_ids"], TOKENS)
+            found[ANSWER] = _times(lambda: answer().wait(), passes)
     return found
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,9 @@ from parloom.cost.timeline import Memory, Played
 from parloom.execute.files import read_plan
 from parloom.execute.serve import server_of
 from parloom.ir.plan import Action, Plan
-from parloom.runtime import evaluation
 from parloom.runtime.generation import DECODE, GENERATED, PREFILL, TOKENS
 from parloom.runtime.part import Part
+from parloom.runtime.passes import forward_pass
 from parloom.runtime.program import Action as Run
 from parloom.runtime.program import Program, Result
 from parloom.runtime.transfers import Transfers
@@ -63,7 +64,7 @@ class Waiting:
     """In the place of `forward_pass`: the first pass of a program computes, all others wait."""
 
     def __init__(self, pass_s: float) -> None:
-        self._pass_s, self._right = pass_s, evaluation.forward_pass
+        self._pass_s = pass_s
         self._known: dict[int, Result] = {}
 
     def __call__(
@@ -71,7 +72,7 @@ class Waiting:
         hoisted: tuple[Tensor, ...], transfers: Transfers,
     ) -> tuple[Result, dict[str, Tensor]]:  # fmt: skip
         if id(program) not in self._known:
-            found = self._right(part, program, action, given, hoisted, transfers)
+            found = forward_pass(part, program, action, given, hoisted, transfers)
             self._known[id(program)] = found[0]
             return found
         for crossing in program.arriving:
@@ -90,7 +91,7 @@ def run_rank(path: Path, pass_s: float, tokens: int, repeats: int) -> None:
     server = server_of(read_plan(path), None)
     prompts = torch.randint(0, 4096, (BATCH, PROMPT))
     token = {TOKENS: prompts[:, :1], GENERATED: torch.tensor(1)}
-    evaluation.forward_pass = Waiting(pass_s)  # type: ignore[assignment]
+    patch("parloom.runtime.evaluation.forward_pass", Waiting(pass_s)).start()
     server.begin_tokens(prompts, 3).wait()
     whole = _seconds(lambda: server.begin_tokens(prompts, tokens).wait(), repeats)
     first = _seconds(lambda: server.run(PREFILL, {TOKENS: prompts}), repeats)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from parloom.execute.ranks import RankError, fork_ranks
 from parloom.execute.serve import Request, answers
 from parloom.ir.graph import Graph
 from parloom.ir.plan import ONE_DEVICE, Decisions, Plan
-from parloom.runtime import evaluation
 from parloom.runtime.batches import Batches
 from parloom.runtime.generation import DECODE, FORWARD
 from parloom.runtime.part import Part
+from parloom.runtime.passes import forward_pass
 from parloom.runtime.program import Action
 from parloom.runtime.told import Awaiting, Telling
 from tests.dist.inference_plans import (
@@ -67,7 +68,7 @@ def _held_back(
     plan: Plan, tensors: Tensors, prompts: Tensor, begun: Event, timeout_s: float
 ) -> Tensor:
     """The last stage is not over with the first token before the first one is at the second."""
-    server, right, passes = _server(plan, tensors), evaluation.forward_pass, list[Action]()
+    server, passes = _server(plan, tensors), list[Action]()
 
     def watched(part: Part, program: rt.Program, action: Action, *rest: object) -> object:
         passes.append(action)
@@ -75,10 +76,10 @@ def _held_back(
             begun.set()
         if action.stage == 1 and len(passes) == 2 and not begun.wait(timeout_s):
             raise TimeoutError("the next token was not begun")
-        return right(part, program, action, *rest)  # type: ignore[arg-type]
+        return forward_pass(part, program, action, *rest)  # type: ignore[arg-type]
 
-    evaluation.forward_pass = watched  # type: ignore[assignment]
-    return server.generate(prompts, 3)[0]
+    with patch("parloom.runtime.evaluation.forward_pass", watched):
+        return server.generate(prompts, 3)[0]
 
 
 def test_the_next_token_begins_before_the_last_one_is_over() -> None:

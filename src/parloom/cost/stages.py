@@ -218,6 +218,8 @@ class PricedStages:
             ways = zip(*by_owner.values(), strict=True)
             # An owner has to do with all others, and they with it.
             size = sum(max(max(others * own, sum(way) - own) for own in way) for way in ways)
+            if not size:  # nothing is trained
+                continue
             joins = (self.join_of(holders[0], other) for other in holders[1:])
             sends = (send(size, size, join, kernels) for join in joins)
             yield Shared(holders, max(sends, key=lambda sent: sent.ps))

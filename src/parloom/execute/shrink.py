@@ -17,7 +17,6 @@ import psutil
 from torch import Tensor, nn
 
 from parloom.capture import Loaded, parameters_of, sizes_of
-from parloom.capture.generation import TOKENS
 from parloom.capture.inference import capture_inference
 from parloom.capture.microbatch import capture_microbatch
 from parloom.cost.units import format_bytes
@@ -28,6 +27,7 @@ from parloom.execute.shrink_stages import SmallStages
 from parloom.execute.small_builds import MAX_BLOCKS, Needs, fewer_blocks, of_sizes
 from parloom.execute.stacks import Blocks, Stacks, blocks_of
 from parloom.ir.factors import Factored, factorize
+from parloom.ir.generation import TOKENS
 from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower_stages import lower_beside, lower_stages
 from parloom.ir.ops import Rule
@@ -294,8 +294,8 @@ def _serving(big: Big, inference: Inference, made: Loaded, changes: tuple[str, .
 
 def _small_tokens(big: Big, planned: int, made: Loaded) -> int:
     """As few tokens as a proof generates and for which caches divide as they do in the plan."""
-    if not planned:
-        return 0
+    if big.prompts is None:
+        return planned
     seq = made.batch[TOKENS].shape[1]
     whole = parse_graph(big.prompts.plan.graph).of_kind("batch")[0].value.spec.shape[1]
     need = big.needs.divisors.get
