@@ -18,7 +18,7 @@ from parloom.runtime.same import told_by_some
 from parloom.runtime.shared import SharedParameters
 from parloom.runtime.step import Stages
 from parloom.runtime.store import Source
-from parloom.runtime.told import Awaiting, Channel, Telling, Told
+from parloom.runtime.told import Awaiting, Channel, Telling, Told, begin
 from parloom.runtime.transfers import Transfers
 from parloom.runtime.work import Work
 
@@ -125,8 +125,8 @@ class Server:
         self, name: str, batch: Tensors, outputs: Sequence[str], tokens: Telling | None = None
     ) -> dict[str, Telling]:
         """This rank's part of a pass, which is given the `tokens` that the one before it chose."""
-        programs = self._pipelines[name].programs
-        told = {key: Telling(self._channels[name][key]) for key in outputs}
+        pipeline, channels = self._pipelines[name], self._channels[name]
+        programs, told = pipeline.programs, begin({key: channels[key] for key in outputs}, pipeline)
         batches = {
             stage: Batches(programs[stage], part.ctx, batch, {})
             if tokens is None

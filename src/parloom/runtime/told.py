@@ -86,9 +86,7 @@ class Channel:
 
 
 class Telling:
-    """One pass over a channel: the ranks that do not make the output are ready for it. `memory` is
-    the whole output, as far as it has come.
-    """
+    """One pass over a channel; `memory` is the whole output, as far as it has come."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -97,11 +95,6 @@ class Telling:
         self._there = set[int]()
         self._sent: list[Work] = []
         self._coming: deque[tuple[int, Work, Tensor]] = deque()
-        if channel.sender is not None:
-            for microbatch in channel.order:
-                part, tag = channel.part(), channel.tag(microbatch)
-                work = channel.comm.receive(part, channel.sender, tag)
-                self._coming.append((microbatch, work, part))
 
     @property
     def count(self) -> int:
@@ -112,6 +105,18 @@ class Telling:
     def stage(self) -> int:
         """The stage that makes it."""
         return self._channel.stage
+
+    @property
+    def sender(self) -> int | None:
+        """The rank that this one is told by; None where it makes the output."""
+        return self._channel.sender
+
+    def expect(self, microbatch: int) -> None:
+        """Be ready for a microbatch."""
+        assert self.sender is not None, "another rank makes it"
+        part, tag = self._channel.part(), self._channel.tag(microbatch)
+        work = self._channel.comm.receive(part, self.sender, tag)
+        self._coming.append((microbatch, work, part))
 
     def tell(self, outputs: Mapping[str, Tensor], comm: Comm, microbatch: int) -> None:
         """Tell of a microbatch, of whose `outputs` this rank of the stage has shards."""
@@ -141,6 +146,18 @@ class Telling:
     def _write(self, part: Tensor, microbatch: int) -> None:
         self._channel.write(self.memory, part, microbatch)
         self._there.add(microbatch)
+
+
+def begin(channels: Mapping[str, Channel], pipeline: Pipeline) -> dict[str, Telling]:
+    """Begin a pass over channels: this rank is ready for what others tell, in their order."""
+    told = {name: Telling(channel) for name, channel in channels.items()}
+    senders = {one.sender for one in told.values() if one.sender is not None}
+    for sender in sorted(senders):
+        for action in forward_actions(pipeline, sender):
+            for one in told.values():
+                if (one.sender, one.stage) == (sender, action.stage):
+                    one.expect(action.microbatch)
+    return told
 
 
 class Awaiting(Batches):
