@@ -12,6 +12,7 @@ passes follow each other at once, and one pass at a time; medians of one run.
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -35,7 +36,18 @@ from parloom.cost.pipeline import Edge, Send, StageActions, chain, simulate_pipe
 from parloom.cost.timeline import Memory, Played
 from parloom.execute.files import read_plan
 from parloom.execute.serve import server_of
-from parloom.ir.plan import Action, Plan
+from parloom.ir.graph import Graph
+from parloom.ir.mesh import Mesh
+from parloom.ir.plan import (
+    NO_OPTIMIZER,
+    Action,
+    Decisions,
+    Inference,
+    Plan,
+    Stage,
+)
+from parloom.ir.stages import stage_items
+from parloom.ir.text import print_graph
 from parloom.runtime.generation import DECODE, GENERATED, PREFILL, TOKENS
 from parloom.runtime.part import Part
 from parloom.runtime.passes import forward_pass
@@ -44,6 +56,7 @@ from parloom.runtime.program import Program, Result
 from parloom.runtime.transfers import Transfers
 
 NOTHING: State = ()
+BLOCKS = 4  # of the model
 
 
 def predicted_s(ranks: int, microbatches: int, pass_s: float) -> float:
@@ -117,22 +130,38 @@ def _seconds(run: Callable[[], object], repeats: int) -> float:
 # The table.
 
 
+def stages_of(graph: Graph, ranks: int) -> tuple[Stage, ...]:
+    """Equally many blocks on each rank; what is before and after them in the first and last."""
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    at = 0
+    for item in stage_items(graph):
+        block = re.search(r"\.h\.(\d+)", item)
+        at = max(at, int(block[1]) * ranks // BLOCKS) if block else at
+        found[at].append(item)
+    return tuple(
+        Stage(tuple(items), (range(rank, rank + 1),), Mesh(())) for rank, items in enumerate(found)
+    )
+
+
 def planned(folder: Path, args: argparse.Namespace) -> Plan:
     """A GPT-2 in a stage on each rank."""
     configs()["gpt2"].save_pretrained(folder / "gpt2")
-    captured = api.capture_inference(
+    found = api.capture_inference(
         str(folder / "gpt2"), batch=BATCH, seq=PROMPT, new_tokens=args.tokens, progress=_say
     )
-    return api.search_inference(
-        captured, cluster=f"{args.ranks}xcpu", devices=args.ranks, objective="throughput",
-        pin=(f"stages={args.ranks}",), progress=_say,
+    assert found.prefill is not None, "a model that generates"
+    decisions = Decisions(stages_of(found.graph, args.ranks), schedule="1f1b")
+    return Plan(
+        found.source, f"{args.ranks}xcpu", found.fingerprint, NO_OPTIMIZER, "by hand", decisions,
+        print_graph(found.graph), settings=found.settings, ranges=found.ranges,
+        inference=Inference(args.tokens, print_graph(found.prefill)),
     )  # fmt: skip
 
 
 def row_of(plan: Plan, folder: Path, microbatches: int, args: argparse.Namespace) -> dict[str, Any]:
     """The plan with so many microbatches."""
     out = folder / f"plan-{microbatches}"
-    decisions = replace(plan.decisions, num_microbatches=microbatches, schedule="1f1b", actions=())
+    decisions = replace(plan.decisions, num_microbatches=microbatches)
     api.save(replace(plan, decisions=decisions), out)
     printed = launched(
         args.ranks, str(Path(__file__).resolve()), "--time", str(out), "--pass-ms",
