@@ -1,12 +1,13 @@
 """Predicted against measured passes of inference plans on CPU ranks, after `parloom calibrate`.
 
     python benchmarks/inference_latency.py [--models llama,gpt2,vit] [--ranks 1,2] [--launches 3]
-                                           [--passes 8] [--json F]
+                                           [--passes 8] [--methods pipeline] [--json F]
 
-A case is a model, a method and a number of ranks of this machine. Its plans are made,
-`parloom calibrate --plan ..` runs on as many ranks, and both of a plan's programs run in several
-launches; a pass counts by its slowest rank, a program by the median of all passes. Run it where
-nothing else runs: the load before each launch is in the table.
+A case is a model, a method and a number of ranks of this machine, where "pipeline" is the plan of a
+stage on each that answers most in a second. Its plans are made, `parloom calibrate --plan ..` runs
+on as many ranks, and both of a plan's programs run in several launches, apart and as answers:
+prompts and all tokens after them. A pass counts by its slowest rank, a program by the median of all
+passes. Run it where nothing else runs: the load before each launch is in the table.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,12 @@ from parloom.ir.graph import Graph
 from parloom.ir.plan import Plan
 from parloom.ir.text import parse_graph
 from parloom.runtime import Server
-from parloom.runtime.generation import GENERATED, PREFILL
+from parloom.runtime.generation import DECODE, GENERATED, PREFILL
 
-METHODS = ("data_parallel", "megatron")
+PIPELINE = "pipeline"
+METHODS = ("data_parallel", "megatron", PIPELINE)
 BATCH, PROMPT, TOKENS = 4, 64, 64
+ANSWER = "answer"  # in the place of a program's name
 
 
 def configs() -> dict[str, PretrainedConfig]:
@@ -63,17 +67,20 @@ def configs() -> dict[str, PretrainedConfig]:
     }  # fmt: skip
 
 
-def make_plans(folder: Path, model: str, ranks: int) -> list[Path]:
+def make_plans(folder: Path, model: str, ranks: int, methods: Sequence[str]) -> list[Path]:
     """Write the plans of a model for so many ranks; their folders."""
     spec = folder / model
     configs()[model].save_pretrained(spec)
     asked = {"seq": PROMPT, "new_tokens": TOKENS} if model != "vit" else {}
     captured = api.capture_inference(str(spec), batch=BATCH, **asked, progress=_say)  # type: ignore[arg-type]
     made = []
-    for method in METHODS if ranks > 1 else METHODS[:1]:
+    for method in methods if ranks > 1 else METHODS[:1]:
+        wanted: dict[str, Any] = {"method": method}
+        if method == PIPELINE:
+            wanted = {"pin": [f"stages={ranks}"], "objective": "throughput"}
         try:
             plan = api.search_inference(
-                captured, cluster=f"{ranks}xcpu", devices=ranks, method=method, progress=_say
+                captured, cluster=f"{ranks}xcpu", devices=ranks, **wanted, progress=_say
             )
         except InfeasibleError as error:
             _say(f"{model} by {method} on {ranks}: {error}")
@@ -84,12 +91,16 @@ def make_plans(folder: Path, model: str, ranks: int) -> list[Path]:
 
 
 def predicted(plan: Plan, calibration: Path) -> dict[str, float]:
-    """Seconds of a pass of each program."""
+    """Seconds of a pass of each program alone, and of an answer."""
     machine = machine_of(plan, calibration)
-    return {
-        name: machine.play(program, plan.decisions, plan.optimizer).step_s
+    played = {
+        name: machine.play(program, plan.decisions, plan.optimizer)
         for name, program in lowered_programs(plan).items()
     }
+    found = {name: timeline.step_s for name, timeline in played.items()}
+    if PREFILL in found:
+        found[ANSWER] = found[PREFILL] + (TOKENS - 1) * played[DECODE].period_s
+    return found
 
 
 def launched(ranks: int, *words: str) -> str:
@@ -117,21 +128,27 @@ def timed(path: Path, passes: int) -> dict[str, list[float]]:
     for name in lowered_programs(plan):
         text = plan.inference.prefill_graph if name == PREFILL else plan.graph
         batch = _batch(parse_graph(text))
-        times = _passes(server, name, batch, passes)
-        found[name] = _slowest(times) if dist.is_initialized() else times
+        found[name] = _times(partial(server.run, name, batch), passes)
+        if name == PREFILL:
+            found[ANSWER] = _times(partial(_answer, server, batch["input_ids"]), passes)
     return found
 
 
-def _passes(server: Server, name: str, batch: Mapping[str, Tensor], passes: int) -> list[float]:
+def _answer(server: Server, prompts: Tensor) -> None:
+    server.begin_tokens(prompts, TOKENS).wait()
+
+
+def _times(run: Callable[[], object], passes: int) -> list[float]:
+    """Seconds of each of several runs, of the slowest rank."""
     times = []
     for index in range(2 + passes):
         if dist.is_initialized():
             dist.barrier()
         started = time.perf_counter()
-        server.run(name, batch)
+        run()
         if index >= 2:
             times.append(time.perf_counter() - started)
-    return times
+    return _slowest(times) if dist.is_initialized() else times
 
 
 def _batch(graph: Graph) -> dict[str, Tensor]:
@@ -167,7 +184,7 @@ def run_rank(paths: list[Path], passes: int) -> None:
 
 def rows_of(folder: Path, model: str, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """All plans of a model on so many ranks."""
-    plans = make_plans(folder, model, ranks)
+    plans = make_plans(folder, model, ranks, args.methods.split(","))
     calibration = folder / f"{model}-{ranks}.json"
     given = [word for path in plans for word in ("--plan", str(path))]
     cluster = f"{ranks}xcpu"
@@ -206,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="llama,gpt2,vit")
     parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--methods", default=",".join(METHODS), help="of plans for several ranks")
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--time", type=Path, nargs="+", help="of a rank: the plans to time")

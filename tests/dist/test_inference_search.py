@@ -1,18 +1,22 @@
 """From a model to a plan that serves it, and what is said where there is none."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from parloom import api, cli
+from parloom.cost.tasks import COMPUTE
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
 from parloom.inference import Captured
 from parloom.ir.graph import CACHE
 from parloom.ir.plan import Objective, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
-from parloom.report.inference import inference_document, rate_of
+from parloom.report.inference import inference_document, inference_screen, rate_of
 from tests.dist.inference_plans import CONFIGS
 
 
@@ -71,6 +75,32 @@ def test_throughput_is_the_time_of_each_token(gpt2: Captured) -> None:
     each_s = plan.inference.answer_s(plan.prediction.step_s) / (4 * 8)
     assert plan.aim.objective is Objective.THROUGHPUT
     assert plan.aim.value == pytest.approx(each_s)
+
+
+def test_passes_of_tokens_in_stages_follow_each_other(gpt2: Captured) -> None:
+    """A token takes as long as the busiest stage is at all microbatches, or the way of one."""
+    plan = _found(gpt2, objective="throughput", pin=("stages=2",), devices=2)
+    assert plan.prediction is not None
+    played = api.simulate(plan)
+    assert played.period_ps is not None
+    assert plan.prediction.step_s == played.period_s
+    busiest = max(dict(played.busy(index))[COMPUTE] for index in range(2))
+    assert played.period_ps >= busiest
+    halves = replace(plan.decisions, num_microbatches=2, schedule="1f1b", actions=())
+    one = api.simulate(replace(plan, decisions=replace(halves, num_microbatches=1)))
+    two = api.simulate(replace(plan, decisions=halves))
+    assert two.each_ps < two.step_ps  # passes overlap
+    assert one.each_ps > one.step_ps  # a pass, and the token on its way back
+    told = _screen(replace(plan, decisions=halves))
+    assert "2 microbatches: stages begin the next token of one" in told
+    alone = _screen(replace(plan, decisions=replace(halves, num_microbatches=1)))
+    assert "one microbatch: no two passes overlap" in alone
+
+
+def _screen(plan: Plan) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(inference_screen(plan, api.load_cluster(plan.cluster).cluster, {}))
+    return console.export_text()
 
 
 def test_what_fits_nowhere_says_what_is_missing(gpt2: Captured) -> None:
@@ -157,7 +187,6 @@ def test_verbs_of_inference_plans(
         ("scale",): "scale is of training steps, and this plan is for inference",
         ("export", "--to", "slurm"): "--to slurm is about training",
         ("export", "--to", "deepspeed"): "--to deepspeed is about training",
-        ("verify", "--shrink"): "small copies of inference plans",
     }
     for (verb, *rest), words in said.items():
         capsys.readouterr()

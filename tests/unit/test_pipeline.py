@@ -438,3 +438,26 @@ def test_lists_for_microbatches_of_unequal_sizes(seed: int) -> None:
         ]
         played = simulate_pipeline(found.lists, stages, [Edge(a, b) for a, b in pairs])
         assert played.step_ps == found.makespan
+
+
+@given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(1, 10), st.integers(0, 5))
+def test_passes_that_read_what_the_last_stage_sent_before(
+    times: list[int], microbatches: int, sent: int
+) -> None:
+    """The busiest stage or link of all microbatches, or the way of one through all stages and back:
+    with one microbatch nothing overlaps.
+    """
+    stages = [StageActions(str(i), {"F": profile(t)}) for i, t in enumerate(times)]
+    there = chain(len(times), Send(sent))
+    forward = [replace(edge, backward=None) for edge in there]
+    token = Edge(len(times) - 1, 0, Send(sent), None, later=True)
+    lists = tuple(
+        tuple(Action("F", microbatch, stage) for microbatch in range(microbatches))
+        for stage in range(len(times))
+    )
+    found = simulate_pipeline(lists, stages, [*forward, token])
+    way = sum(times) + len(times) * sent
+    assert found.period_ps == max(way, microbatches * max(*times, sent))
+    assert found.step_ps >= way - sent
+    alone = simulate_pipeline(lists, stages, forward)
+    assert alone.period_ps is None

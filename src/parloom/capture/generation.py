@@ -25,10 +25,10 @@ from parloom.capture.program import TRACE_FAILURES
 from parloom.capture.quantized import quantized
 from parloom.errors import CaptureError, InputError, one_line
 from parloom.ir.fold import fold
+from parloom.ir.generation import GENERATED, LOGITS, TOKENS
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, numbered, without_gradients
 from parloom.ir.naming import readable
 
-TOKENS, GENERATED, LOGITS = "input_ids", "generated", "logits"
 CROSS = "cross"  # caches of what an encoder made
 IGNORED = ("labels", "attention_mask")  # of a batch for training: prompts are as long as it is
 

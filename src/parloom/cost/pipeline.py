@@ -79,13 +79,14 @@ class Send:
 @dataclass(frozen=True, slots=True)
 class Edge:
     """What stage `source` sends to `target` after F, and gets back after B: None where no gradient
-    is wanted.
+    is wanted. With `later` the target reads it in the next step.
     """
 
     source: int
     target: int
     forward: Send = Send()
     backward: Send | None = Send()
+    later: bool = False
 
 
 def chain(count: int, forward: Send = Send(), backward: Send = Send()) -> tuple[Edge, ...]:
@@ -234,11 +235,13 @@ def simulate_pipeline(
     """Run the action lists of all ranks; a stage is on the rank whose list has its passes.
 
     Without `edges` stages are a chain in which sending takes no time; `shared` are weights that
-    several stages have. Where steps do not synchronize, several are played for the period. Raises
+    several stages have. Where steps do not synchronize, several are played for the period; those
+    that read what the one before sends (`later`) follow it at once. Raises
     `InputError` for a stage that is on no rank or on two, `VerifyError` where the lists wait for
     each other.
     """
     edges = chain(len(stages)) if edges is None else edges
+    synchronizes = synchronizes and not any(edge.later for edge in edges)
     pipeline = _Pipeline(lists, stages, edges, shared, synchronizes)
     found = pipeline.run()
     return found if synchronizes else replace(found, period_ps=pipeline.period_ps())
@@ -470,11 +473,13 @@ class _Pipeline:
 
     def _numbers(self, action: Action, edge: Edge) -> range:
         """The messages between two stages that an action sends or reads: one for each microbatch of
-        the stage with the smaller ones.
+        the stage with the smaller ones. Nothing comes later than the first step for that one.
         """
         microbatch, own = action.microbatch or 0, self.counts[action.stage]
+        if edge.later and action.stage == edge.target:
+            microbatch -= own
         each = max(self.counts[edge.source], self.counts[edge.target]) // own
-        return range(microbatch * each, (microbatch + 1) * each)
+        return range(max(0, microbatch * each), max(0, (microbatch + 1) * each))
 
     def _link(self, rank: int, level: int, inward: bool = False) -> int:
         return (rank * self.levels + level) * 2 + inward

@@ -24,6 +24,7 @@ from parloom.cost.simulate import Simulator, simulate
 from parloom.cost.step import Priced, priced
 from parloom.cost.tasks import COMMUNICATION, COMPONENTS
 from parloom.cost.timeline import Timeline
+from parloom.ir.generation import TOKENS, feedback
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, group_lists
@@ -116,6 +117,7 @@ class PricedStages:
         devices = [devices_of(stage) for stage in planned]
         self.join_of = join_of or (lambda a, b: joined(player.cluster, devices[a], devices[b]))
         self.edges = tuple(_edges(lowered, self.join_of, player.kernels))
+        self.later = tuple(self._chosen_tokens())
         self.shared = tuple(self._shared_weights())
 
     def alone(self, index: int, *, split: bool) -> StageActions:
@@ -179,10 +181,24 @@ class PricedStages:
                 yield source, target, *transfer_bytes(transfer, self.lowered.pcgs)
 
     def play(self, lists: Lists) -> Timeline:
-        """One step as the lists of all ranks say."""
+        """One step as the lists of all ranks say; of passes that feed each other with the time from
+        one to the next.
+        """
         split = {action.stage for own in lists for action in own if action.kind == "W"}
         stages = [self.actions(i, split=i in split) for i in range(len(self.lowered.pcgs))]
-        return simulate_pipeline(lists, stages, self.edges, shared=self.shared)
+        return simulate_pipeline(lists, stages, (*self.edges, *self.later), shared=self.shared)
+
+    def _chosen_tokens(self) -> Iterator[Edge]:
+        """Of a program of tokens, those that go to the stages which read them in the next pass."""
+        graphs, pcgs = self.lowered.cut.graphs, self.lowered.pcgs
+        for source, target in feedback(graphs):
+            tokens = next(
+                e.value.spec for e in graphs[target].of_kind("batch") if e.target == TOKENS
+            )
+            count = max(pcgs[source].num_microbatches, pcgs[target].num_microbatches)
+            size = tokens.num_bytes / count
+            sent = send(size, size, self.join_of(source, target), self.player.kernels)
+            yield Edge(source, target, sent, None, later=True)
 
     def _shared_weights(self) -> Iterator[Shared]:
         """Gradients go to the stage that owns a parameter, and then weights come back, those of the
@@ -202,6 +218,8 @@ class PricedStages:
             ways = zip(*by_owner.values(), strict=True)
             # An owner has to do with all others, and they with it.
             size = sum(max(max(others * own, sum(way) - own) for own in way) for way in ways)
+            if not size:  # nothing is trained
+                continue
             joins = (self.join_of(holders[0], other) for other in holders[1:])
             sends = (send(size, size, join, kernels) for join in joins)
             yield Shared(holders, max(sends, key=lambda sent: sent.ps))

@@ -162,9 +162,14 @@ class Timeline:
         return self.step_ps / 1e12
 
     @property
-    def period_s(self) -> float:
+    def each_ps(self) -> int:
         """What a run of many steps shows as the time of one."""
-        return (self.step_ps if self.period_ps is None else self.period_ps) / 1e12
+        return self.step_ps if self.period_ps is None else self.period_ps
+
+    @property
+    def period_s(self) -> float:
+        """The same in seconds."""
+        return self.each_ps / 1e12
 
     @property
     def peak_bytes(self) -> int:
@@ -185,7 +190,7 @@ class Timeline:
         parts = tuple(zip(COMPONENTS, memory.at_peak, strict=True))
         several = range(len(self.processes)) if len(self.processes) > 1 else ()
         waits_s = tuple(self._waits_s(index) for index in several)
-        found = Prediction(self.step_s, memory.peak, parts, "spec", peaks=self.peaks)
+        found = Prediction(self.period_s, memory.peak, parts, "spec", peaks=self.peaks)
         return replace(found, waits_s=waits_s)
 
     def _waits_s(self, process: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parloom.capture import Loaded, named_tensors
 from parloom.capture.forward import asked_of
-from parloom.capture.generation import TOKENS, has_encoder, prompts_of, starts_of
+from parloom.capture.generation import has_encoder, prompts_of, starts_of
 from parloom.capture.quantized import round_weights, state_of
 from parloom.execute.eager import Limits, is_small
 from parloom.execute.eager_compare import (
@@ -26,9 +26,10 @@ from parloom.execute.eager_compare import (
 )
 from parloom.execute.inference import FLOOR, PROVED_TOKENS, one_pass, replayed
 from parloom.execute.relative import Difference, judged, relative_difference
+from parloom.ir.generation import TOKENS
 from parloom.ir.graph import Graph
 
-LARGE = "the model is large; a small copy of it is not made for inference yet"
+LARGE = "the model is large; --shrink compares a small copy"
 DRAWN = 0.1  # the standard deviation of what is added to parameters that are all alike
 Tensors = Mapping[str, Tensor]
 

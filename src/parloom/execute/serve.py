@@ -10,13 +10,13 @@ import argparse
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 
 from parloom.capture import load_model
 from parloom.capture.fingerprint import fingerprint
@@ -32,7 +32,7 @@ from parloom.ir.plan import Plan
 from parloom.ir.samples import sample_dims
 from parloom.ir.text import parse_graph
 from parloom.runtime import Server
-from parloom.runtime.generation import FORWARD, TOKENS
+from parloom.runtime.generation import CHOSEN, FORWARD, TOKENS, Passes
 
 Request = Mapping[str, Any]
 
@@ -90,24 +90,39 @@ def answers(
 ) -> Iterator[Request]:
     """The answers to all requests, in order; every rank makes them."""
     assert plan.inference is not None, "a plan for inference"
-    count = next(iter(graph.of_kind("batch"))).value.spec.shape[0]
+    entries = graph.of_kind("batch")
+    size = entries[0].value.spec.shape[0]
     waiting = iter(requests)
-    while batch := list(islice(waiting, count)):
-        filled = [*batch, *[batch[-1]] * (count - len(batch))]
+    under_way: deque[tuple[int, Passes]] = deque()
+    while batch := list(islice(waiting, size)):
+        filled = [*batch, *[batch[-1]] * (size - len(batch))]
         tensors = {
             entry.target: torch.tensor(
                 [request[entry.target] for request in filled],
                 dtype=getattr(torch, entry.value.spec.dtype),
             )
-            for entry in graph.of_kind("batch")
+            for entry in entries
         }
-        if plan.inference.new_tokens:
-            made, _ = server.generate(tensors[TOKENS], plan.inference.new_tokens)
-            found: dict[str, Tensor] = {"tokens": made}
+        if tokens := plan.inference.new_tokens:
+            passes = server.begin_tokens(tensors[TOKENS], tokens)
         else:
-            found = server.run(FORWARD, tensors)
-        for index in range(len(batch)):
-            yield {name: value[index].tolist() for name, value in found.items()}
+            passes = server.begin(FORWARD, tensors)
+        under_way.append((len(batch), passes))
+        # The first stages begin the next batch while the last ones are at this one.
+        if len(under_way) >= server.num_stages:
+            yield from _answered(*under_way.popleft())
+    for one in under_way:
+        yield from _answered(*one)
+
+
+def _answered(count: int, passes: Passes) -> Iterator[Request]:
+    """The answers to the first requests of a batch: the tokens of all passes, or outputs of one."""
+    found = passes.wait()
+    outputs = found[0]
+    if CHOSEN in outputs:
+        outputs = {CHOSEN: torch.cat([told[CHOSEN] for told in found], dim=1)}
+    for index in range(count):
+        yield {name: value[index].tolist() for name, value in outputs.items()}
 
 
 def read_requests(file: Path, graph: Graph) -> Iterator[Request]:

@@ -7,7 +7,7 @@ what still cannot be kept is said in the report.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -17,21 +17,24 @@ import psutil
 from torch import Tensor, nn
 
 from parloom.capture import Loaded, parameters_of, sizes_of
+from parloom.capture.inference import capture_inference
 from parloom.capture.microbatch import capture_microbatch
 from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, InputError, LayoutError
+from parloom.execute.inference import PROVED_TOKENS, prefill_decisions
 from parloom.execute.shrink_sizes import ATTEMPTS, Attempt
 from parloom.execute.shrink_stages import SmallStages
 from parloom.execute.small_builds import MAX_BLOCKS, Needs, fewer_blocks, of_sizes
 from parloom.execute.stacks import Blocks, Stacks, blocks_of
 from parloom.ir.factors import Factored, factorize
+from parloom.ir.generation import TOKENS
 from parloom.ir.graph import FlatNode, Graph
-from parloom.ir.lower_stages import lower_stages
+from parloom.ir.lower_stages import lower_beside, lower_stages
 from parloom.ir.ops import Rule
-from parloom.ir.plan import Decisions, ModelSource, NodeDecision, Plan
+from parloom.ir.plan import Decisions, Inference, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
 from parloom.rewrite.pad import Padding
-from parloom.rewrite.rewrites import parse_rewrite, rewritten
+from parloom.rewrite.rewrites import as_stored, parse_rewrite, rewritten
 from parloom.rewrite.stripes import Stripe
 from parloom.rewrite.take import NONE, Take
 from parloom.rewrite.terms import calls_in, names_in
@@ -42,12 +45,21 @@ MAX_WEIGHTS = 200_000_000
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A plan for a small copy of the model, the copy's state and batch, and what was shrunk."""
+    """A plan for a small copy of the model, the copy, and what was shrunk."""
 
     plan: Plan
-    tensors: Mapping[str, Tensor]
-    batch: Mapping[str, Tensor]
+    loaded: Loaded
     text: str
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The copy's weights."""
+        return parameters_of(self.loaded.model, parse_graph(self.plan.graph))
+
+    @property
+    def batch(self) -> Mapping[str, Tensor]:
+        """What the copy is called with."""
+        return self.loaded.batch
 
 
 @dataclass(frozen=True)
@@ -66,16 +78,28 @@ class Big:
         stages = self.stages
         return blocks_of(self.nodes, self.plan.decisions, stages.stages_at, stages.usable)
 
+    @cached_property
+    def prompts(self) -> "Big | None":
+        """The program of prompts of a plan that generates."""
+        inference = self.plan.inference
+        if inference is None or not inference.prefill_graph:
+            return None
+        plan = replace(self.plan, graph=inference.prefill_graph, inference=None)
+        return examine(replace(plan, decisions=prefill_decisions(self.plan)))
+
 
 @dataclass(frozen=True)
 class Copy:
-    """One attempt: a small model, its graph, the decisions on it, and what was lost."""
+    """One attempt: a small model, its graph, the decisions on it, and what was lost; of a plan for
+    inference also the rest of it.
+    """
 
     loaded: Loaded
     graph: Graph
     decisions: Decisions
     changes: tuple[str, ...]
     lost: tuple[str, ...]
+    inference: Inference | None = None
 
 
 def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
@@ -112,12 +136,12 @@ def shrink(plan: Plan, loaded: Loaded) -> Shrunk:
         graph=print_graph(best.graph),
         evaluation_graph="",
         prediction=None,
+        inference=best.inference,
     )
-    tensors = parameters_of(best.loaded.model, best.graph)
     text = ", ".join(parts)
     if best.lost:
         text += f"; not kept: {'; '.join(best.lost)}"
-    return Shrunk(small, tensors, best.loaded.batch, text)
+    return Shrunk(small, best.loaded, text)
 
 
 def small_model(
@@ -197,7 +221,7 @@ def examine(plan: Plan) -> Big:
     decisions = plan.decisions
     graph = rewritten(parse_graph(plan.graph), decisions.rewrites)
     factored = factorize(graph)
-    nodes = {flat.key: flat for flat in graph.flat()}
+    nodes = _by_key(graph)
     stages = SmallStages(decisions, nodes)
     divisors: dict[int, int] = {}
     for node in decisions.nodes:
@@ -211,7 +235,10 @@ def examine(plan: Plan) -> Big:
                 divisors[size] = lcm(divisors.get(size, 1), stages.size(node.key, axes))
     needs = Needs(divisors, 2, len(stages.microbatches), apart=decisions.accumulates)
     big = Big(plan, stages, factored, nodes, needs)
-    return replace(big, needs=replace(needs, layers=_layers_needed(big.blocks)))
+    needs = replace(needs, layers=_layers_needed(big.blocks))
+    if big.prompts is not None:
+        needs = needs.beside(big.prompts.needs)
+    return replace(big, needs=needs)
 
 
 def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
@@ -232,9 +259,54 @@ def _attempt(big: Big, loaded: Loaded, attempt: Attempt) -> Copy:
             f" ({', '.join(changes) or 'nothing shrinks'}), on {ranks} ranks; plan a"
             " smaller model of the same structure and verify that"
         )
+    if plan.inference is not None:
+        return _serving(big, plan.inference, made, changes)
     count = big.needs.num_microbatches if big.needs.apart else 1
     graph = capture_microbatch(made.model, made.batch, count, loss=made.loss)
-    return _decided(big, made, graph, changes)
+    return _decided(big, made, graph, changes)[0]
+
+
+def _serving(big: Big, inference: Inference, made: Loaded, changes: tuple[str, ...]) -> Copy:
+    """The copy of a plan for inference: its program of tokens, or its only one, and that of
+    prompts, which has the same weights and caches.
+    """
+    tokens = _small_tokens(big, inference.new_tokens, made)
+    graph, prefill = capture_inference(made, tokens, inference.weights)
+    if tokens < inference.new_tokens:
+        changes = (*changes, f"new tokens {inference.new_tokens} -> {tokens}")
+    copy, stacks = _decided(big, made, graph, changes)
+    small = replace(inference, new_tokens=tokens, prefill=None)
+    if prefill is None:
+        return replace(copy, inference=small)
+    of_prompts = big.prompts
+    assert of_prompts is not None, "the plan has a program of prompts"
+    own = Stacks.match(of_prompts.blocks, blocks_of(_by_key(prefill), Decisions()))
+    # One block of the model stands for a block of the copy in both programs.
+    stacks = Stacks({**own.kept, **stacks.kept}, own.missing)
+    kept, lost = _moved(of_prompts, stacks, factorize(as_stored(prefill, copy.decisions.rewrites)))
+    small = replace(small, prefill_graph=print_graph(prefill), prefill_nodes=tuple(kept))
+    first = lower_stages(rewritten(graph, copy.decisions.rewrites), copy.decisions)
+    chosen = replace(copy.decisions, nodes=small.prefill_nodes, activations=(), rewrites=())
+    lower_beside(as_stored(prefill, copy.decisions.rewrites), chosen, first)
+    lost = [f"prompts: {text}" for text in lost]
+    return replace(copy, inference=small, lost=(*copy.lost, *lost))
+
+
+def _small_tokens(big: Big, planned: int, made: Loaded) -> int:
+    """As few tokens as a proof generates and for which caches divide as they do in the plan."""
+    if big.prompts is None:
+        return planned
+    seq = made.batch[TOKENS].shape[1]
+    whole = parse_graph(big.prompts.plan.graph).of_kind("batch")[0].value.spec.shape[1]
+    need = big.needs.divisors.get
+    for count in range(min(PROVED_TOKENS, planned), planned):
+        if not (count % need(planned, 1) or (seq + count) % need(whole + planned, 1)):
+            return count
+    return planned
+
+
+def _by_key(graph: Graph) -> dict[str, FlatNode]:
+    return {flat.key: flat for flat in graph.flat()}
 
 
 def _layers_needed(stacks: Blocks) -> int:
@@ -259,19 +331,16 @@ def _of_factory(big: Big, loaded: Loaded) -> tuple[Loaded, tuple[str, ...]]:
     return made, changes
 
 
-def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> Copy:
-    """The big plan's decisions on the small graph, by key."""
-    plan = big.plan.decisions
-    small_nodes = {flat.key: flat for flat in graph.flat()}
-    stacks = Stacks.match(big.blocks, blocks_of(small_nodes, Decisions()))
+def _moved(
+    big: Big, stacks: Stacks, factored: Factored, gone: Collection[str] | None = None
+) -> tuple[list[NodeDecision], list[str]]:
+    """The decisions about operators on a small program, by key, and what is lost."""
+    nodes = _by_key(factored.graph)
+    if gone is None:
+        gone = dict(_gone_with_blocks(big.nodes, nodes, stacks))
     lost = [f"{path}: the copy has no block of its kind" for path in stacks.missing]
-    rewrites = tuple(_rewrites(big, graph, stacks))
-    padded = rewritten(graph, rewrites)
-    factored = factorize(padded)
-    nodes = {flat.key: flat for flat in padded.flat()}
-    gone = dict(_gone_with_blocks(big.nodes, nodes, stacks))
     kept: list[NodeDecision] = []
-    for node in plan.nodes:
+    for node in big.plan.decisions.nodes:
         key = stacks.small_key(node.key)
         if key is None or key in gone:
             continue
@@ -281,6 +350,18 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
         else:
             assignment = ", ".join(f"{f} on {' x '.join(a)}" for f, a in node.factors if a)
             lost.append(f"{node.key} ({assignment}): {reason}")
+    return kept, lost
+
+
+def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> tuple[Copy, Stacks]:
+    """The big plan's decisions on the small graph, by key, and which blocks stand for which."""
+    plan = big.plan.decisions
+    stacks = Stacks.match(big.blocks, blocks_of(_by_key(graph), Decisions()))
+    rewrites = tuple(_rewrites(big, graph, stacks))
+    padded = rewritten(graph, rewrites)
+    factored = factorize(padded)
+    gone = dict(_gone_with_blocks(big.nodes, _by_key(padded), stacks))
+    kept, lost = _moved(big, stacks, factored, gone)
     targets = {i.target for i in graph.of_kind("parameter")}
     parameters = []
     for parameter in plan.parameters:
@@ -304,7 +385,7 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
     )
     lower_stages(padded, decisions, factored=factored)
     told = (*stacks.changes(), *dict.fromkeys(gone.values()), *changes)
-    return Copy(made, graph, decisions, told, tuple(lost))
+    return Copy(made, graph, decisions, told, tuple(lost)), stacks
 
 
 def _gone_with_blocks(

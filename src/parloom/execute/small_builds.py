@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import lcm
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,12 @@ class Needs:
     layers: int = 2
     num_microbatches: int = 1
     apart: bool = False
+
+    def beside(self, other: "Needs") -> "Needs":
+        """The needs of both."""
+        sizes = {*self.divisors, *other.divisors}
+        each = {n: lcm(self.divisors.get(n, 1), other.divisors.get(n, 1)) for n in sizes}
+        return replace(self, divisors=each, layers=max(self.layers, other.layers))
 
 
 def of_sizes(

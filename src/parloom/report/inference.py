@@ -12,7 +12,7 @@ from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import shell_word
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Inference, Objective, Plan, Prediction
+from parloom.ir.plan import Decisions, Inference, Objective, Plan, Prediction
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
 from parloom.report.words import source_words, title_words, words
@@ -98,6 +98,8 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
         parts = f"prompts {format_seconds(prompt_s)}, then {times} x {format_seconds(found.step_s)}"
         lines.append(("latency", f"{format_seconds(answer_s)} ({source})"))
         lines.append(("", f"{inference.new_tokens} tokens after each prompt: {parts}"))
+        if len(plan.decisions.stages) > 1:
+            lines.append(("pipeline", _overlap(plan.decisions)))
     lines.append(("throughput", f"{rate:.4g} {unit} a second"))
     aim = plan.aim
     if aim is not None and aim.bound:
@@ -109,6 +111,18 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
     sizes = ", ".join(f"{n} {format_bytes(size)}" for n, size in held.items() if n != "peak")
     lines.append(("memory", f"{format_bytes(held['peak'])} per device at the peak: {sizes}"))
     return lines
+
+
+def _overlap(decisions: Decisions) -> str:
+    """How passes of tokens follow each other in stages."""
+    count, stages = decisions.num_microbatches, len(decisions.stages)
+    if count == 1:
+        return (
+            f"one microbatch: no two passes overlap, each token waits for the one before it on its"
+            f" way through all {stages} stages (more prompts at once, --batch, and --objective"
+            " throughput give more microbatches)"
+        )
+    return f"{count} microbatches: stages begin the next token of one while others are at the rest"
 
 
 def _held(inference: Inference, found: Prediction) -> dict[str, int]:

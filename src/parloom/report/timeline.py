@@ -30,6 +30,7 @@ def timeline_screen(
         Text(
             f"step time {format_seconds(step / 1e12)} (of this plan at least {bound}, {gap:+.1%})"
         ),
+        *([Text(_repeated(timeline))] if timeline.period_ps is not None else []),
         Text(source_words(source.name, source.error, timeline.step_s)),
         *(Text(note) for note in source.notes),
     ]
@@ -53,10 +54,13 @@ def timeline_document(
     """What `simulate --json` prints; seconds and bytes.
 
     `lower_bound_s` is what no overlap of this plan's work can beat; a plan's `bound_s` is what no
-    plan can. `memory` is the most of each component, `memory_at_peak` what makes up `peak_bytes`.
+    plan can. `period_s`: from step to step where they follow each other at once, as of tokens in a
+    pipeline. `memory` is the most of each component, `memory_at_peak` what makes up
+    `peak_bytes`.
     """
     return {
         "step_s": timeline.step_ps / 1e12,
+        "period_s": timeline.period_s,
         "source": source.name,
         "band_s": list(source.band(timeline.step_s)),
         "notes": list(source.notes),
@@ -75,6 +79,14 @@ def timeline_document(
         ],
         "trace": trace,
     }
+
+
+def _repeated(timeline: Timeline) -> str:
+    """How passes follow each other, and whether they overlap."""
+    text = f"one pass every {format_seconds(timeline.period_s)} where they follow each other"
+    if timeline.each_ps < timeline.step_ps:
+        return f"{text}: stages begin the next one while others are at this one"
+    return f"{text}: no two overlap, for each waits for the tokens of the one before it"
 
 
 def _streams(timeline: Timeline, index: int) -> Table:

@@ -1,6 +1,6 @@
 """The loss and the outputs of a model in evaluation mode: forward passes alone."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +10,14 @@ from parloom.runtime.batches import Batches
 from parloom.runtime.caches import Caches
 from parloom.runtime.comm import Comm
 from parloom.runtime.passes import Losses, forward_pass, hoist
-from parloom.runtime.program import Action, Pipeline, TensorSpec
+from parloom.runtime.program import Action, Pipeline, Result, TensorSpec, parsed
 from parloom.runtime.same import told_by_some
 from parloom.runtime.step import Stages
 from parloom.runtime.transfers import Transfers
 from parloom.runtime.whole import collect
+from parloom.runtime.work import Work
+
+Then = Callable[[Action, Result, Comm], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +35,18 @@ def judging(pipeline: Pipeline) -> frozenset[int]:
 
 
 def forward_actions(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
-    """The forward passes of a rank: each microbatch through its stages in order."""
+    """The forward passes of a rank: those of its action list where these are all; else each
+    microbatch through its stages in order.
+    """
     stages = [stage for stage in pipeline.stages_on(rank) if stage in judging(pipeline)]
-    return tuple(
+    every = [
         Action("F", stage, microbatch)
-        for microbatch in range(pipeline.programs[0].num_microbatches)
+        for microbatch in range(max(p.num_microbatches for p in pipeline.programs))
         for stage in stages
-    )
+        if microbatch < pipeline.programs[stage].num_microbatches
+    ]
+    listed = [action for action in parsed(pipeline.actions[rank]) if action in set(every)]
+    return tuple(listed if len(listed) == len(every) else every)
 
 
 class Evaluator:
@@ -52,14 +60,42 @@ class Evaluator:
         self._judging = judging(pipeline)
         self._parts = {part.stage: part for part in stages.parts if part.stage in self._judging}
 
-    def run(
-        self, batches: Mapping[int, Batches], caches: Mapping[int, Caches] | None = None
-    ) -> Evaluation:
-        """Loss and full outputs of a batch, on every rank; `batches` are those of each stage, and
-        so are `caches`, which it writes to. A program without a loss has none: zero.
+    def run(self, batches: Mapping[int, Batches]) -> Evaluation:
+        """Loss and full outputs of a batch, on every rank; `batches` are those of each stage. A
+        program without a loss has none: zero.
         """
         programs, outputs = self.pipeline.programs, dict[str, Tensor]()
         losses = {s: Losses(p.comm) for s, p in self._parts.items() if programs[s].has_loss}
+
+        def collected(action: Action, result: Result, comm: Comm) -> None:
+            if action.stage in losses:
+                losses[action.stage].add(result)
+            for spec in programs[action.stage].outputs:
+                if spec.name in result.outputs:
+                    local = result.outputs[spec.name]
+                    _collect(outputs, spec, local, comm, action.microbatch)
+
+        sent = self.forward(batches, collected)
+        for of_stage in losses.values():
+            of_stage.launch()
+        for work in sent:
+            work.wait()
+        stages, loss = self._stages, torch.zeros(())
+        if any(program.has_loss for program in programs):
+            loss = stages.total_loss(self.pipeline, losses)
+        told = _told_to_all(self.pipeline, self._judging, outputs, stages.comm, stages.device)
+        return Evaluation(loss, told)
+
+    def forward(
+        self,
+        batches: Mapping[int, Batches],
+        then: Then,
+        caches: Mapping[int, Caches] | None = None,
+    ) -> list[Work]:
+        """Make this rank's passes, whose results `then` is given one after the other; what it sent
+        to other stages, some of it under way. Passes write to the `caches` of each stage.
+        """
+        programs = self.pipeline.programs
         self._transfers.begin_step()
         with torch.no_grad():
             hoisted = {s: hoist(programs[s], p.ctx, batches[s]) for s, p in self._parts.items()}
@@ -71,21 +107,9 @@ class Evaluator:
                 result, _ = forward_pass(
                     part, program, action, given, hoisted[action.stage], self._transfers
                 )
-                if action.stage in losses:
-                    losses[action.stage].add(result)
-                for spec in program.outputs:
-                    if spec.name in result.outputs:
-                        local = result.outputs[spec.name]
-                        _collect(outputs, spec, local, part.comm, action.microbatch)
+                then(action, result, part.comm)
                 part.store.end_evaluation()
-            for of_stage in losses.values():
-                of_stage.launch()
-            self._transfers.end_step()
-        stages, loss = self._stages, torch.zeros(())
-        if any(program.has_loss for program in programs):
-            loss = stages.total_loss(self.pipeline, losses)
-        told = _told_to_all(self.pipeline, self._judging, outputs, stages.comm, stages.device)
-        return Evaluation(loss, told)
+        return self._transfers.sent()
 
 
 def _collect(

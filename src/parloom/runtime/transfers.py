@@ -134,10 +134,14 @@ class Transfers:
 
     def end_step(self) -> None:
         """Wait until everything that was sent has left."""
-        for sent in self._under_way.values():
-            for _, work, _ in sent:
-                work.wait()
+        for work in self.sent():
+            work.wait()
+
+    def sent(self) -> list[Work]:
+        """Hand over what was sent and may be under way: whoever has it waits for it."""
+        found = [work for sent in self._under_way.values() for _, work, _ in sent]
         self._under_way.clear()
+        return found
 
     def receive_ahead(self) -> None:
         """Be ready for all messages of the next passes of every sender, of large ones for fewer."""

@@ -137,6 +137,7 @@ def least_ps(
     """What a split takes at least. Before updates wait for each other: of each group, the forward
     passes before its first stage, its own passes, and the backward passes after its last one; of a
     microbatch, its way there and back; of each group's links, what is sent after the first pass.
+    Where passes follow each other at once, no group waits for the first one.
     """
     groups = split.groups
     before, after = _ways(split, bounds, edges)
@@ -155,7 +156,7 @@ def least_ps(
             )
             # Gradients of weights may be the last passes.
             rest_ps = 0.0 if way else min(after[stage][way] for stage in own)
-            begins_ps = min(before[stage] for stage in own)
+            begins_ps = 0.0 if split.repeats else min(before[stage] for stage in own)
             reduced_ps[group] = begins_ps + passes_ps + reduce_ps
             ends_ps[group] = begins_ps + passes_ps + max(reduce_ps, rest_ps)
         for ring in shared:
@@ -198,6 +199,7 @@ def _links_ps(
     starts: dict[tuple[int, int, bool], float] = {}
     for edge in apart:
         starts_ps = before[edge.source] + bounds[edge.source].forward_ps
+        starts_ps *= not split.repeats
         one, other = split.groups[edge.source], split.groups[edge.target]
         for sent, ends in ((edge.forward, (one, other)), (edge.backward, (other, one))):
             if sent is None:

@@ -19,6 +19,7 @@ from parloom.cost.step import priced
 from parloom.cost.tasks import COMMUNICATION, SHARES
 from parloom.cost.timeline import Played
 from parloom.ir.factors import Factored
+from parloom.ir.generation import feeds_itself
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages, Stager
 from parloom.ir.mesh import Cluster, part_of
@@ -64,7 +65,7 @@ class ItemCosts:
     runs, the batch among them, which all stages have; `updating_bytes` while it updates, when
     nothing is in flight. `stage_ps` is what each stage takes of a step beyond its items.
     `shared_ps`, of pairs of items with one weight (first, last, ps): summing its gradients where
-    they are in different stages.
+    they are in different stages. `repeats`: passes follow each other at once, as of tokens.
     """
 
     whole: Decisions
@@ -79,6 +80,7 @@ class ItemCosts:
     sent: tuple[Sent, ...]
     shared_ps: tuple[tuple[int, int, int], ...]
     updating_bytes: Ints
+    repeats: bool = False
 
     def ordered(self, order: Sequence[int]) -> "ItemCosts":
         """The same items in another order, in which each comes after those that it reads."""
@@ -192,7 +194,7 @@ class Pricer:
             stage_ps = max(0, apart_ps - together_ps) // max(1, len(stages) - 1)
         return ItemCosts(
             whole, self.items, passes, once, kept, stored, buffers, passing, stage_ps, sent, shared,
-            updating,
+            updating, feeds_itself(self.request.graph),
         )  # fmt: skip
 
     def _scaled(self, whole: Decisions, passes: Ints, once: Ints) -> tuple[Ints, Ints]:

@@ -40,7 +40,7 @@ class JudgedSplit:
 
     @property
     def step_ps(self) -> int:
-        return self.timeline.step_ps
+        return self.timeline.each_ps
 
     def predicted(self, request: Request) -> SimulatedPlan:
         """The plan as it is predicted with the bands of the machine."""
@@ -56,7 +56,7 @@ class _Played:
 
     @property
     def step_ps(self) -> float:
-        return self.timeline.step_ps * (1.0 if self.name == SEARCHED else 1 - SIMPLER)
+        return self.timeline.each_ps * (1.0 if self.name == SEARCHED else 1 - SIMPLER)
 
 
 class Judge:

@@ -58,6 +58,11 @@ class Split:
     def num_microbatches(self) -> int:
         return self.costs[0].num_microbatches
 
+    @property
+    def repeats(self) -> bool:
+        """Whether passes follow each other at once."""
+        return self.costs[0].repeats
+
     def loads_ps(self) -> list[int]:
         """What each group computes and reduces in a step."""
         found = [0] * len(self.costs)
@@ -78,8 +83,10 @@ class Split:
     @cached_property
     def waits_ps(self) -> float:
         """How long the busiest group waits for others: with several stages on each group, only at
-        the ends.
+        the ends; not at all where passes follow each other.
         """
+        if self.repeats:
+            return 0.0
         loads = self.loads_ps()
         busiest = max(range(len(loads)), key=loads.__getitem__)
         return self._way_ps(busiest) * len(self.costs) / len(self.groups)
@@ -276,7 +283,7 @@ def closed_forms(costs: ItemCosts, ends: Cuts, owner: Cuts) -> Floats:
         stage_of += end <= np.arange(len(costs.items))[:, None]
     sent = _sent_between(costs, stage_of, count)
     others = np.where(owner[:, None] == loads.argmax(axis=1), 0, passes)
-    waits = _ways(others, sent, owner) * groups / count
+    waits = _ways(others, sent, owner) * groups / count * (not costs.repeats)
     moved = np.zeros((groups, 2, number))  # of groups, out or in
     for (source, target), (forward, back, _) in sent.items():
         one, other = owner[source], owner[target]
