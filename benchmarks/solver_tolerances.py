@@ -18,7 +18,7 @@ from statistics import median_low
 import highspy
 from tests.workflows import drawn
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.workflow.program import Program
 from parloom.workflow.solve import OPTIONS, solve
 

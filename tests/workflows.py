@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from parloom.errors import InfeasibleError
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.model import (
     Accuracy,

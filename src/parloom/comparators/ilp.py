@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parloom.search.linear import LinearProgram, picked
+from parloom.linear_program import LinearProgram, picked
 from parloom.search.model import Floats, Model, Term
 
 MS = 1e9  # programs in milliseconds (of ps) are well scaled

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from parloom.linear_program import LinearProgram, picked
 from parloom.search.fates import REGATHER, REMAKE
 from parloom.search.flow_costs import PASSES
 from parloom.search.layout_model import LayoutModel
-from parloom.search.linear import LinearProgram, picked
 from parloom.search.model import Bools, Floats
 from parloom.search.pins import RECOMPUTE
 from parloom.search.prices import (

@@ -15,12 +15,12 @@ from typing import Any
 from parloom.ir.graph import Call, Function, Node, Ref, TensorSpec, Value, numbered, rename_node
 from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
+from parloom.linear_program import LinearProgram
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.egraph import Class, classes_in
 from parloom.rewrite.shapes import Dims, Shapes
 from parloom.rewrite.take import NewCalls, Take
 from parloom.rewrite.terms import calls_in, names_in
-from parloom.search.linear import LinearProgram
 from parloom.search.one_device import FunctionCosts
 
 MS = 1e9  # programs in milliseconds (of ps) are well scaled

@@ -5,8 +5,8 @@ keep, and what one of them makes again.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parloom.linear_program import LinearProgram
 from parloom.search.layout_model import LayoutModel
-from parloom.search.linear import LinearProgram
 from parloom.search.model import Floats
 from parloom.search.prices import KEPT
 from parloom.search.program import Block

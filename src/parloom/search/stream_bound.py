@@ -12,8 +12,8 @@ from math import inf
 
 import numpy as np
 
+from parloom.linear_program import LinearProgram
 from parloom.search.contexts import ContextSearch
-from parloom.search.linear import LinearProgram
 from parloom.search.model import Floats
 from parloom.search.prices import LINKS, PARTS
 from parloom.search.step_rows import COMPUTE_AND_SENT, NUM_ROWS

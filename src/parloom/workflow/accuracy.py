@@ -7,7 +7,7 @@ its best sample whose inputs are reached; `table`, by variants as measured toget
 import math
 from collections.abc import Mapping, Sequence
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.workflow.model import ROUNDING, Rule, Variant, Workflow
 
 IN_NO_ROW = -math.inf

@@ -13,7 +13,7 @@ from math import isfinite
 
 import numpy as np
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.workflow.solve import Found, solve
 
 FEW = 400

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.workflow.accuracy import add_floor
 from parloom.workflow.model import ROUNDING, Edge, Operator, Variant, Workflow
 from parloom.workflow.queueing import UTILIZATIONS, tangent, together

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 
 LOOK_S = 0.05
 # HiGHS 1.13 calls some solutions optimal that are not, or says that there are none, with other

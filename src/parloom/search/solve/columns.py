@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
-from parloom.search.linear import LinearProgram
+from parloom.linear_program import LinearProgram
 from parloom.search.model import Bools, Floats, Model
 from parloom.search.solve.minimum import Minimizer, Part, Parts
 from parloom.search.step_rows import (
