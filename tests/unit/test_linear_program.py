@@ -1,4 +1,4 @@
-"""Linear and integer programs: columns of both kinds in one row, and programs that are cut short."""
+"""Linear and integer programs: columns of both kinds in a row, and programs that are cut short."""
 
 from itertools import product
 from random import Random
