@@ -34,6 +34,7 @@ FUNCTIONS: Mapping[str, Any] = {
     for name, sorts in {
         "dim": (T, INT, INT),
         "mm": (T, T, T),
+        "bmm": (T, T, T),  # of each pair in two batches
         "t": (T, T),
         "add": (T, T, T),
         "mul": (T, T, T),
@@ -72,6 +73,7 @@ VARIABLES: Mapping[str, Any] = {
 # Shapes: what each size of a call is, from the last.
 SHAPES = (
     ("mm(a, b)", ("dim(b, -1)", "dim(a, -2)", "dim(a, -3)")),
+    ("bmm(a, b)", ("dim(b, -1)", "dim(a, -2)", "dim(a, -3)")),
     ("t(a)", ("dim(a, -2)", "dim(a, -1)", "dim(a, -3)")),
     *(
         (call, ("dim(a, -1)", "dim(a, -2)", "dim(a, -3)"))
@@ -103,6 +105,17 @@ mm(cat(-1, a, b), cat(-2, c, d)) == add(mm(a, c), mm(b, d)) if dim(a, -1) == dim
 mm(look(a, b), c) == look(mm(a, c), b)
 mm(total(-2, a), b) == total(-2, mm(a, b))
 mm(total(-3, a), b) == total(-3, mm(a, b))
+bmm(bmm(a, b), c) == bmm(a, bmm(b, c)) if And(dim(a, -3) == dim(b, -3), dim(b, -3) == dim(c, -3))
+mm(bmm(a, b), c) == bmm(a, mm(b, c)) if dim(a, -3) == dim(b, -3)
+bmm(a, add(b, c)) == add(bmm(a, b), bmm(a, c)) if dim(a, -3) == dim(b, -3)
+bmm(add(a, b), c) == add(bmm(a, c), bmm(b, c)) if dim(a, -3) == dim(c, -3)
+bmm(scale(q, a), b) == scale(q, bmm(a, b))
+bmm(a, scale(q, b)) == scale(q, bmm(a, b))
+bmm(a, cat(-1, b, c)) == cat(-1, bmm(a, b), bmm(a, c)) if dim(a, -3) == dim(b, -3)
+bmm(cat(-2, a, b), c) == cat(-2, bmm(a, c), bmm(b, c)) if dim(a, -3) == dim(c, -3)
+bmm(cat(-3, a, b), cat(-3, c, d)) == cat(-3, bmm(a, c), bmm(b, d)) if And(dim(a, -3) == dim(c, -3), dim(b, -3) == dim(d, -3))
+bmm(cat(-1, a, b), cat(-2, c, d)) == add(bmm(a, c), bmm(b, d)) if And(dim(a, -1) == dim(c, -2), dim(a, -3) == dim(c, -3))
+t(bmm(a, b)) == bmm(t(b), t(a)) if dim(a, -3) == dim(b, -3)
 t(t(a)) == a
 t(mm(a, b)) == mm(t(b), t(a))
 t(add(a, b)) == add(t(a), t(b))
@@ -347,9 +360,11 @@ class Reading:
         return FUNCTIONS["mm"](*map(self.term, term.args))
 
     def _matmul(self, term: Term) -> Any:
-        if self.rank(term.args[1]) != 2:
-            raise NotReadError("a product of two batches")
-        return self._mm(term)
+        if self.rank(term.args[1]) == 2:
+            return self._mm(term)
+        if self.rank(term.args[0]) != self.rank(term.args[1]):
+            raise NotReadError("a product with a batch that only its right side has")
+        return FUNCTIONS["bmm"](*map(self.term, term.args))
 
     def _t(self, term: Term) -> Any:
         return FUNCTIONS["t"](self.term(term.args[0]))

@@ -21,6 +21,7 @@ ADD, MUL = (Operator(name, 2, plain(), commutes=True) for name in ("add", "mul")
 # Numbers that rules are of: that half of twice a value is the value is true of one only.
 HALF, FACTOR = 0.5, 0.3
 SCALE, TIMES = (Operator("mul", 1, plain(number)) for number in (HALF, FACTOR))
+SHARE = Operator("div", 1, plain(FACTOR))
 FUNCTION = Operator("gelu", 1, plain())
 CAT = Operator("cat", 2, along(together=True), moves=True)
 SPLIT = Operator("split_with_sizes", 1, splits, moves=True, results=2)
@@ -95,4 +96,11 @@ FAMILIES = (
         (LINEAR, BIASED, ADD, TIMES),
         3,
     ),
+    Family(
+        "pairs",
+        "x[a, b, k], y[a, k, c], v[a, k, c], z[a, c, n], w[n, c]",
+        (ANY_PRODUCT, LINEAR, ADD, TIMES),
+        3,
+    ),
+    Family("shares", "x[a, b, k], y[a, k, c], w[n, k]", (ANY_PRODUCT, LINEAR, SHARE), 2),
 )

@@ -17,7 +17,7 @@ from typing import Any
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Node, Ref, TensorSpec
 from parloom.rewrite.egraph import Match
-from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE
+from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE, SHARE
 from parloom.rewrite.rules import Rule, prove, rule
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
 
@@ -34,6 +34,8 @@ class Known:
     narrow: frozenset[str]
     of_function: bool = False
     number: float | None = None
+    scaling: str = ""
+    """The operator that has the number."""
 
 
 @cache
@@ -72,14 +74,15 @@ def cases(function: Function) -> Iterator[Known]:
     nodes = [item for item in function.body if isinstance(item, Node)]
     specs = function.specs()
     ops = dict.fromkeys(node.op for node in nodes if _is_unary(node, specs))
-    numbers = dict.fromkeys(node.args[1] for node in nodes if _is_scaled(node))
+    every = dict.fromkeys((node.op, node.args[1]) for node in nodes if _is_scaled(node))
     ops.pop(FUNCTION.op, None)
     for own in known_rules().values():
+        numbers = [number for op, number in every if op == own.scaling]
         if own.number is None or own.number in numbers:
             yield own
             for op in ops if own.of_function else ():
                 yield _case(own, op, {FUNCTION.op: op}, {})
-        for number in numbers if own.number is not None else ():
+        for number in numbers:
             if number != own.number:
                 yield _case(own, _named(number), {}, {own.number: number})
 
@@ -95,8 +98,9 @@ def _read(file: str, entry: Mapping[str, Any]) -> Known:
         found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
         calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
         of_function = any(call.op == FUNCTION.op for call in calls)
-        numbers = (n for n in NUMBERS if any(n in call.args for call in calls))
-        return Known(found, frozenset(entry["narrow"]), of_function, next(numbers, None))
+        numbers = ((n, call.op) for n in NUMBERS for call in calls if n in call.args)
+        number, op = next(numbers, (None, ""))
+        return Known(found, frozenset(entry["narrow"]), of_function, number, op)
     except (KeyError, TypeError) as error:
         raise InputError(f"{file}: {entry}: {error!r}") from None
 
@@ -109,7 +113,7 @@ def _is_unary(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
 
 
 def _is_scaled(node: Node) -> bool:
-    if node.op != SCALE.op or node.kwargs:
+    if node.op not in (SCALE.op, SHARE.op) or node.kwargs:
         return False
     return len(node.args) == 2 and isinstance(node.args[1], (int, float)) and isfinite(node.args[1])
 

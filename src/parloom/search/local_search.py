@@ -127,13 +127,13 @@ class _LocalSearch:
     ) -> None:
         self.seen, self.aim = seen, aim
         each = max(1, sum(1 for _ in contexts[0].request.graph.flat()))
-        # Plans of a form say little of those of another one.
-        forms = {context.layouts.program.rewrites for context in contexts}
-        self.left = max(FEWEST, min(MOST, operators // each)) * len(forms)
+        self.left = max(FEWEST, min(MOST, operators // each))
         # Of a large graph, simulations cost more than what they would find here.
         self.small = OPERATORS // each >= PATIENCE * PART
         if self.small and patience == PATIENCE:
-            patience = max(patience, self.left // (PART * len(forms)))
+            patience = max(patience, self.left // PART)
+        if self.small:  # plans of a form say little of those of another one
+            self.left *= len({context.layouts.program.rewrites for context in contexts})
         self.patience = patience
         # Storage and layouts take turns: their estimates are off in different ways.
         self.stored = {id(context): _Queue(patience) for context in contexts}

@@ -45,10 +45,11 @@ class NearForms:
                 duals = ShadowPrices()  # as where that form is all there is
                 for context in self._in_form(rewrites, coarse[:NEAREST]):
                     self.looked.append(context)
-                    context.columns.prove(duals.with_byte(0.0), ROUGH)
-                    context.run(duals, best.step_ps)
-                    context.improve(best.step_ps * (1 + FORMS), seen)
-                    duals = context.duals
+                    context.columns.prove(duals, ROUGH)
+                    if seen.promises(context.columns.bound_ps(context.limit), best.step_ps):
+                        context.run(duals, best.step_ps / min(1.0, seen.ratio))
+                        context.improve(best.step_ps * (1 + FORMS), seen)
+                        duals = context.duals
 
     def instead(self, joint: Sequence[ContextSearch]) -> list[ContextSearch]:
         """Contexts in forms of their own, and those of all forms that have none there."""
