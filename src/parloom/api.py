@@ -39,6 +39,7 @@ from parloom.execute.optimizers import Maker, name_of, named_optimizer, optimize
 from parloom.execute.program import NO_EVALUATION, lowered
 from parloom.execute.prove import prove
 from parloom.execute.prove_inference import prove_inference
+from parloom.execute.requests import check_requests
 from parloom.execute.train import Trainer
 from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
@@ -377,6 +378,7 @@ def run(
             raise InputError("--trace is of training steps, and this plan is for inference")
         if not script:
             raise InputError("no requests: write `parloom run PLAN -- requests.jsonl [answers]`")
+        check_requests(chosen, script)
         return launch.run(chosen, [*SERVE, *script], plan_path=file, **usual)
     with traced(chosen, trace, progress) as observed:
         return launch.run(chosen, script, plan_path=file, observed=observed, **usual)

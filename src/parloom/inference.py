@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from parloom import arguments
 from parloom.capture import fingerprint, load_abstract, load_model
 from parloom.capture.ambient import Settings, settings
@@ -21,7 +23,9 @@ from parloom.execute.eager_compare import DIFFERS, EQUAL
 from parloom.execute.eager_inference import compare_inference
 from parloom.execute.inference import lowered_programs
 from parloom.execute.machine import Machine, machine_for
+from parloom.execute.tables import check_tables
 from parloom.ir.factors import factorize
+from parloom.ir.generation import GENERATED
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.plan import (
     DTYPES,
@@ -105,6 +109,7 @@ def capture(
     graph, prefill = capture_inference(loaded, new_tokens or 0, weights)
     for program in (graph, *([prefill] if prefill else [])):
         check_results(program)
+    check_positions(graph, prefill, new_tokens or 0)
     progress("comparing with the module itself")
     eager = compare_inference(
         lambda: load_model(source.spec, **built),  # type: ignore[arg-type]
@@ -133,6 +138,19 @@ def capture(
         settings(),
         ranges_of(loaded.batch),
     )
+
+
+def check_positions(graph: Graph, prefill: Graph | None, new_tokens: int) -> None:
+    """Raise `InputError` where a program reads what a table of the model does not have: of the
+    program of tokens in its last pass.
+    """
+    if prefill is None:
+        check_tables(graph, {}, "the batch is larger than the model has room for")
+        return
+    check_tables(prefill, {}, "prompts are longer than the model has positions; shorten them")
+    if new_tokens > 1:
+        few = "prompts and tokens are more than the model has positions; ask for fewer"
+        check_tables(graph, {GENERATED: torch.tensor(new_tokens - 1)}, f"{few} (--new-tokens)")
 
 
 def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:

@@ -14,7 +14,8 @@ from parloom import runtime as rt
 from parloom.capture import parameters_of
 from parloom.execute.inference import inference_programs, verify_inference
 from parloom.execute.ranks import RankError, fork_ranks
-from parloom.execute.serve import Request, answers
+from parloom.execute.requests import Request
+from parloom.execute.serve import Answer, answers
 from parloom.ir.graph import Graph
 from parloom.ir.plan import ONE_DEVICE, Decisions, Plan
 from parloom.runtime.batches import Batches
@@ -130,7 +131,7 @@ def test_tokens_of_others_fail(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) ->
     assert "logits of token" in str(report.first_difference)
 
 
-def _answer(plan: Plan, tensors: Tensors, graph: Graph, requests: list[Request]) -> list[Request]:
+def _answer(plan: Plan, tensors: Tensors, graph: Graph, requests: list[Request]) -> list[Answer]:
     return list(answers(_server(plan, tensors), plan, graph, requests))
 
 
@@ -140,7 +141,7 @@ def test_several_batches_are_under_way(stages: int, microbatches: int) -> None:
     found = served("gpt2")
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(1, 40, (4 * BATCH + 1, PROMPT), generator=generator)
-    requests = [{"input_ids": row.tolist()} for row in prompts]
+    requests = [{"input_ids": row} for row in prompts]
     plan = _plan("gpt2", stages, microbatches)
     made = fork_ranks(stages, _answer, plan, found.tensors, found.made.prefill, requests)
     model: Any = found.model.eval()
@@ -151,7 +152,7 @@ def test_several_batches_are_under_way(stages: int, microbatches: int) -> None:
         assert [answer["tokens"] for answer in own] == wanted[:, PROMPT:].tolist()
 
 
-def _passed(plan: Plan, tensors: Tensors, graph: Graph, requests: list[Request]) -> list[Request]:
+def _passed(plan: Plan, tensors: Tensors, graph: Graph, requests: list[Request]) -> list[Answer]:
     torch.set_num_threads(1)
     programs = {name: own.pipeline for name, own in inference_programs(plan).items()}
     server = rt.Server(programs, tensors, rt.DistributedComm(programs[FORWARD].mesh))
@@ -163,7 +164,7 @@ def test_several_batches_of_one_pass_are_under_way() -> None:
     loaded, graph = passed("vit")
     tensors = {n: t.detach() for n, t in parameters_of(loaded.model, graph).items()}
     images = torch.rand(3 * BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    requests = [{"pixel_values": image.tolist()} for image in images]
+    requests = [{"pixel_values": image.double()} for image in images]
     plan = plan_of_pass(graph, four_stages(graph, 2))
     with torch.no_grad():
         wanted = loaded.model(pixel_values=images.double()).logits

@@ -1,21 +1,27 @@
 """A file of requests through an inference plan."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from parloom import api
 from parloom import runtime as rt
 from parloom.capture.fingerprint import fingerprint
+from parloom.capture.generation import capture_generation
+from parloom.capture.inference import capture_inference
+from parloom.capture.load import Loaded
 from parloom.errors import InputError
 from parloom.execute.inference import inference_programs
-from parloom.execute.serve import answers, read_requests
+from parloom.execute.requests import check_requests, read_requests
+from parloom.execute.serve import Answer, answers
 from parloom.ir.plan import ONE_DEVICE, Decisions
-from tests.dist.inference_plans import BATCH, PROMPT, served
+from tests.dist.inference_plans import BATCH, PROMPT, plan_of_pass, served
 
 
 def _file(folder: Path, *lines: str) -> Path:
@@ -53,13 +59,123 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
         ('{"labels": [1]}', "a request is an object with input_ids"),
         ('{"input_ids": [1, 2]}', r"input_ids has shape \[2\], the plan: \[8\]"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 40]}', "input_ids has 40, and there are 40 tokens"),
-        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, "a"]}', "requests.jsonl:1: input_ids: "),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, "a"]}', 'input_ids has "a", and takes whole numbers'),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 1.5]}', "input_ids has 1.5, and takes whole numbers"),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, true]}', "has true, and takes whole numbers"),
+        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, NaN]}', "requests.jsonl:1: cannot be read: NaN"),
+        ('{"input_ids": [' + "9" * 5000 + "]}", "requests.jsonl:1: cannot be read: "),
+        ("[" * 100_000, "requests.jsonl:1: cannot be read: "),
+        ('{"input_ids": [[[1]], 2]}', "requests.jsonl:1: input_ids: "),
         ("", "requests.jsonl has no requests"),
     ],
 )
 def test_bad_requests_are_named(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         list(read_requests(_file(tmp_path, line), served("gpt2").made.prefill))
+
+
+def test_files_as_editors_write_them(tmp_path: Path) -> None:
+    """A mark of the byte order, ends of lines of two characters, and lines without anything."""
+    line = '{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}'
+    file = tmp_path / "requests.jsonl"
+    file.write_bytes(f"\ufeff{line}\r\n\r\n{line}\r\n".encode())
+    found = read_requests(file, served("gpt2").made.prefill)
+    assert [request["input_ids"].tolist() for request in found] == [[*range(1, 9)]] * 2
+
+
+def test_answers_have_a_place_of_their_own(tmp_path: Path) -> None:
+    """Said before any rank is started."""
+    plan = served("gpt2").plan(Decisions(ONE_DEVICE))
+    file = _file(tmp_path, '{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}')
+    check_requests(plan, [str(file), str(tmp_path / "new" / "answers.jsonl")])
+    wrong = {
+        str(file): "is the file of requests",
+        str(tmp_path): "it is a folder",
+        str(file / "below"): "is not a folder",
+        "--none": "unrecognized arguments",
+        "--weights=none": "none is not there",
+    }
+    for given, said in wrong.items():
+        with pytest.raises(InputError, match=said):
+            check_requests(plan, [str(file), given])
+
+
+class _Outputs(nn.Module):
+    """Names that programs of tokens have, too, and an output of one dim of samples and another."""
+
+    def __init__(self, also: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.also, self.linear = also, nn.Linear(6, 5)
+
+    def forward(self, generated: Tensor) -> dict[str, Tensor]:
+        found = self.linear(generated)
+        return {
+            "tokens": found,
+            "logits": found[:, None],
+            "turned": found.t(),
+            "flat": found.reshape(-1, 1),
+            "also": self.also(found),
+        }
+
+
+def _answers(batch: Tensor, also: Callable[[Tensor], Tensor], folder: Path) -> list[Answer]:
+    """Answers beside what the module makes of each sample alone."""
+    model = _Outputs(also).eval()
+    graph, _ = capture_inference(Loaded(model, {"generated": batch}), 0)
+    plan = plan_of_pass(graph, Decisions(ONE_DEVICE))
+    lines = (json.dumps({"generated": row.tolist()}) for row in batch)
+    requests = list(read_requests(_file(folder, *lines), graph))
+    pipelines = {name: program.pipeline for name, program in inference_programs(plan).items()}
+    comm = rt.SingleComm(pipelines["forward"].programs[0].mesh)
+    server = rt.Server(pipelines, dict(model.named_parameters()), comm)
+    return list(answers(server, plan, graph, requests))
+
+
+@pytest.mark.parametrize("size", [5, 3, 1])
+def test_each_output_is_of_its_request(tmp_path: Path, size: int) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(size, 6)
+    made = _answers(batch, lambda found: found.argmax(-1), tmp_path)
+    torch.manual_seed(0)
+    torch.randn(size, 6)
+    model = _Outputs(lambda found: found.argmax(-1))
+    for row, answer in zip(batch, made, strict=True):
+        one = model.linear(row)
+        assert answer["also"] == int(one.argmax())
+        assert answer.keys() == {"tokens", "logits", "turned", "flat", "also"}
+        for name, shape in {"tokens": [5], "logits": [1, 5], "flat": [5, 1]}.items():
+            found = torch.tensor(answer[name])
+            assert list(found.shape) == shape
+            torch.testing.assert_close(found.flatten(), one)
+        torch.testing.assert_close(torch.tensor(answer["turned"]).flatten(), one)
+
+
+@pytest.mark.parametrize("also", [torch.mean, lambda found: found @ found.t()])
+def test_outputs_of_several_requests_are_refused(
+    tmp_path: Path, also: Callable[[Tensor], Tensor]
+) -> None:
+    with pytest.raises(InputError, match="output 'also' is made of all requests of a batch"):
+        _answers(torch.randn(4, 6), also, tmp_path)
+
+
+def test_a_batch_of_one_prompt(tmp_path: Path) -> None:
+    found = served("gpt2")
+    prompts = found.prompts[:1]
+    made = capture_generation(found.model, {"input_ids": prompts}, 2)
+    plan = replace(found, prompts=prompts, made=made).plan(Decisions(ONE_DEVICE))
+    plan = replace(plan, inference=replace(plan.inference, new_tokens=2))  # type: ignore[type-var]
+    file = _file(tmp_path, *(json.dumps({"input_ids": row.tolist()}) for row in found.prompts))
+    requests = list(read_requests(file, made.prefill))
+    pipelines = {name: program.pipeline for name, program in inference_programs(plan).items()}
+    server = rt.Server(
+        pipelines, found.tensors, rt.SingleComm(pipelines["decode"].programs[0].mesh)
+    )
+    model: Any = found.model.eval()
+    wanted = model.generate(
+        found.prompts, max_new_tokens=2, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    found_tokens = [answer["tokens"] for answer in answers(server, plan, made.prefill, requests)]
+    assert found_tokens == wanted[:, PROMPT:].tolist()
 
 
 def test_a_missing_file_and_flags_of_training(tmp_path: Path) -> None:

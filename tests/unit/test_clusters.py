@@ -135,6 +135,24 @@ def test_presets_say_what_the_table_of_hardware_says() -> None:
         assert links * known.scale_up.level.link.bandwidth_bytes_per_s == fabric * 1e9
 
 
+@pytest.mark.parametrize(
+    "spec", ["TPU-v3:4x4", "TPU-v6e:4x8", "TPU-v6e:16x16", "TPU-v7x:2x2x1", "TPU-v7x:4x4x8"]
+)
+def test_slices_of_all_pods(spec: str) -> None:
+    """Those below the sides that wrap around, too."""
+    name, _, sides = spec.partition(":")
+    levels = [level.size for level in load_cluster(spec).levels]
+    assert levels == sorted(int(side) for side in sides.split("x") if side != "1")
+    with pytest.raises(InputError, match=rf"a pod of {name} has no such slice; there are \d+x"):
+        load_cluster(f"{spec}x3")
+
+
+def test_digits_are_those_of_ascii() -> None:
+    for spec in ("TPU-v5e:4x\N{ARABIC-INDIC DIGIT FOUR}", "\N{ARABIC-INDIC DIGIT FOUR}xcpu"):
+        with pytest.raises(InputError, match="cannot read the cluster"):
+            load_cluster(spec)
+
+
 def test_more_devices_than_the_fabric_joins_is_said() -> None:
     assert any("as fast as 8" in line for line in resolve_cluster("16xH100").assumptions)
 

@@ -30,8 +30,8 @@ from parloom.ir.shown import Shown
 NETWORK_BYTES_PER_S = 12.5e9
 MOST_BYTES = 64 << 10  # of a cluster file; a megabyte of YAML takes seconds
 
-_SPEC = re.compile(r"(?:(\d{1,7})x)?(\d{1,7})x([A-Za-z][^\\]*)")
-_SLICE = re.compile(r"([A-Za-z][^\\:]*):(\d{1,5}(?:x\d{1,5})*)")
+_SPEC = re.compile(r"(?:(\d{1,7})x)?(\d{1,7})x([A-Za-z][^\\]*)", re.ASCII)
+_SLICE = re.compile(r"([A-Za-z][^\\:]*):(\d{1,5}(?:x\d{1,5})*)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def _from_slice(name: str, sides: str, prices: Prices) -> LoadedCluster:
     if not fabric.torus:
         raise InputError(f"{spec}: {usual.device.name} is in no torus: write 2x8x{name}")
     if len(shape) != fabric.torus or not fabric.has_slice(shape):
-        there = ", ".join(fabric.slices)
+        listed = f"{', '.join(fabric.slices)} and, " if fabric.slices else ""
         raise InputError(
-            f"{spec}: a pod of {usual.device.name} has no such slice; there are {there} and, up to"
+            f"{spec}: a pod of {usual.device.name} has no such slice; there are {listed}up to"
             f" {fabric.domain} devices, those with {fabric.torus} sides that are multiples of"
             f" {fabric.wraps}"
         )

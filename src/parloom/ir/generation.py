@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from parloom.ir.graph import Graph
+from parloom.ir.graph import CACHE, Graph
 from parloom.ir.stages import operands
 
 TOKENS, GENERATED, LOGITS = "input_ids", "generated", "logits"
@@ -10,14 +10,14 @@ TOKENS, GENERATED, LOGITS = "input_ids", "generated", "logits"
 
 def feeds_itself(graph: Graph) -> bool:
     """Whether a program is of the tokens after the first one, which passes choose for the next."""
-    return any(entry.target == GENERATED for entry in graph.of_kind("batch"))
+    return _feed_themselves((graph,))
 
 
 def feedback(stages: Sequence[Graph]) -> tuple[tuple[int, int], ...]:
     """The stage that chooses tokens with each one that reads them in the next pass; none of a
     program that is given all it reads.
     """
-    if not any(map(feeds_itself, stages)):
+    if not _feed_themselves(stages):
         return ()
     sources = (i for i, graph in enumerate(stages) if LOGITS in dict(graph.outputs))
     return tuple(
@@ -26,6 +26,14 @@ def feedback(stages: Sequence[Graph]) -> tuple[tuple[int, int], ...]:
         for target, graph in enumerate(stages)
         if TOKENS in _read(graph)
     )
+
+
+def _feed_themselves(stages: Sequence[Graph]) -> bool:
+    """Whether stages with caches read how many tokens there are; a model that makes one pass may
+    have an input of that name.
+    """
+    names = {entry.target for graph in stages for entry in graph.of_kind("batch")}
+    return GENERATED in names and any(graph.of_kind(CACHE) for graph in stages)
 
 
 def _read(graph: Graph) -> set[str]:

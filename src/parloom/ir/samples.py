@@ -18,6 +18,7 @@ from parloom.ir.ops.rule import HALO, OFFSET, RING, WHOLE, Rule
 SAMPLED = ("batch", CACHE)  # kinds of inputs that have samples
 SAME_ELEMENTS = ("_to_copy", "alias", "clone", "detach", "view")
 Part = tuple[str, str, int, int]  # function, value, dim, stride within the dim
+Uses = list[tuple[Rule, dict[str, list[Part]]]]  # where each factor of a call is
 
 
 class Classes:
@@ -53,6 +54,33 @@ def sample_dims(factored: Factored) -> Mapping[str, int]:
     graph = factored.graph
     if graph.boundary is not None:
         return graph.boundary.samples
+    classes, uses = _classes(factored)
+    weights = frozenset(_of_weights(graph, classes))
+    return _chosen(graph, classes, weights, weights | frozenset(_mixed(classes, uses)))
+
+
+def output_dims(factored: Factored) -> Mapping[str, tuple[int, ...]]:
+    """The dims of samples by the names of a whole model's outputs: none of what is made of all
+    samples together, several of what is made of each with each.
+    """
+    graph, dims = factored.graph, sample_dims(factored)
+    classes, _ = _classes(factored)
+    values = {e.target: e.value.name for kind in SAMPLED for e in graph.of_kind(kind)}
+    roots = {_outermost(graph, classes, values[name], dim) for name, dim in dims.items()}
+    specs = graph.main.specs()
+    return {
+        name: tuple(
+            dim
+            for dim in range(len(specs[value].shape))
+            if _outermost(graph, classes, value, dim) in roots
+        )
+        for name, value in graph.outputs
+    }
+
+
+def _classes(factored: Factored) -> tuple[Classes, Uses]:
+    """The classes of all dims, and where the factors of each call are."""
+    graph = factored.graph
     functions = {f.name: f for f in (graph.main, *graph.functions)}
     uses = [
         (rule, _occurrences(function, item, rule))
@@ -70,8 +98,7 @@ def sample_dims(factored: Factored) -> Mapping[str, int]:
         for item in function.body:
             if isinstance(item, Call):
                 _through_call(classes, function, item, functions[item.function])
-    weights = frozenset(_of_weights(graph, classes))
-    return _chosen(graph, classes, weights, weights | frozenset(_mixed(classes, uses)))
+    return classes, uses
 
 
 def num_samples(factored: Factored) -> int:
@@ -162,7 +189,7 @@ def _through_call(classes: Classes, function: Function, call: Call, callee: Func
                 classes.join((*keys[0], stride), (*keys[1], stride))
 
 
-def _mixed(classes: Classes, uses: list[tuple[Rule, dict[str, list[Part]]]]) -> Iterator[Part]:
+def _mixed(classes: Classes, uses: Uses) -> Iterator[Part]:
     """Classes that are two factors of one call, or whose places in their dim count."""
     for rule, found in uses:
         roots = {factor: classes.find(parts[0]) for factor, parts in found.items()}

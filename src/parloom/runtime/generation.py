@@ -80,7 +80,7 @@ class Server:
         self._channels = {
             name: {
                 key: Channel(own, told, next(numbers), comm, self.device)
-                for key, told in _told(own).items()
+                for key, told in _told(own, generates=name != FORWARD).items()
             }
             for name, own in programs.items()
         }
@@ -98,8 +98,9 @@ class Server:
     def begin(self, name: str, batch: Tensors) -> Passes:
         """Make this rank's part of one pass of the program `name`, whose outputs are told."""
         self._check(name, batch)
-        outputs = [key for key in self._channels[name] if key not in (CHOSEN, BEFORE)]
-        return Passes([self._pass(name, batch, outputs)])
+        programs = self._pipelines[name].programs
+        outputs = dict.fromkeys(spec.name for program in programs for spec in program.outputs)
+        return Passes([self._pass(name, batch, tuple(outputs))])
 
     def generate(self, prompts: Tensor, new_tokens: int) -> tuple[Tensor, list[Tensor]]:
         """The likeliest token after each prompt, and so on: `[batch, new_tokens]`, and the logits
@@ -174,14 +175,14 @@ class Server:
         return found
 
 
-def _told(pipeline: Pipeline) -> dict[str, Told]:
-    """What a pass can tell: its outputs, and of logits those at the last position and the token
-    that is chosen by them.
+def _told(pipeline: Pipeline, *, generates: bool) -> dict[str, Told]:
+    """What a pass can tell: its outputs, and of the logits of one that `generates` those at the
+    last position and the token that is chosen by them.
     """
     specs = [spec for program in pipeline.programs for spec in program.outputs]
     found = {spec.name: Told(spec.name, spec) for spec in specs}
     for spec in specs:
-        if spec.name == LOGITS and len(spec.shape) == 3:  # not those of a class for each sample
+        if generates and spec.name == LOGITS:
             batch, _, classes = spec.shape
             rows, _, columns = spec.dims
             found[CHOSEN] = Told(
