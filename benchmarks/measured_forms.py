@@ -98,8 +98,10 @@ class Subject:
                 return trainer.step(self.batch).loss.item()
 
             return train
-        # Evaluation has the weights of a program that trains.
-        judge = self._trainer(compile_pcg(alone(self.trained), "trained").program, program, blocks)
+        # Evaluation has the weights of a program that trains, which lie as this form reads them.
+        trained = compile_pcg(alone(self.trained), "trained").program
+        laid = replace(trained, adjacent=program.adjacent)
+        judge = self._trainer(laid, program, blocks)
 
         def forward() -> float:
             return judge.evaluate(self.batch).loss.item()

@@ -333,6 +333,19 @@ def test_memory_stays_where_it_is(name: str) -> None:
     rt.run_threads(made.mesh, body)
 
 
+def test_another_program_may_not_take_others_for_neighbors() -> None:
+    """Views would be of memory that is something else, which nothing need notice."""
+    made = program("data")
+    apart = replace(made, adjacent=())
+
+    def body(comm: rt.Comm) -> None:
+        for laid in (made, apart):
+            rt.Trainer(laid, weights(), optimizer=by_name, comm=comm, evaluation=made)
+
+    with pytest.raises(VerifyError, match="lie as another program says"):
+        rt.run_threads(made.mesh, body)
+
+
 def test_memory_that_was_left_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bringing weights back, products find no memory behind the first weight."""
     monkeypatch.setattr(ShardedParameter, "put_back", lambda self: None)

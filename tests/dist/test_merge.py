@@ -250,3 +250,17 @@ def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> N
     gradients = [torch.autograd.grad(loss, given) for loss in losses]  # type: ignore[arg-type]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_fixed_weights_are_read_as_one_under_a_compiler() -> None:
+    """Where no gradient is wanted, a function of autograd would be traced without its context."""
+    torch.manual_seed(0)
+    x, whole = torch.randn(5, 4), torch.randn(10, 4)
+    parts = (whole[:3], whole[3:])
+
+    def merged(x: Tensor) -> tuple[Tensor, ...]:
+        return linears(x, parts, in_place=("weights",))
+
+    found = torch.compile(merged, backend="eager", fullgraph=True)(x)
+    for one, part in zip(found, parts, strict=True):
+        torch.testing.assert_close(one, torch.nn.functional.linear(x, part))

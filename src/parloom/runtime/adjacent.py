@@ -52,5 +52,13 @@ def check_gathered(program: Program, units: Iterable[Unit]) -> None:
                 raise VerifyError(f"{other} is not gathered behind {one}, as it is read")
 
 
+def check_same(program: Program, other: Program) -> None:
+    """Raise `VerifyError` where `other`, which reads the weights of `program`, takes some for
+    neighbors that are none.
+    """
+    for names in set(other.adjacent) - set(program.adjacent):
+        raise VerifyError(f"{', '.join(names)} are read as one, and lie as another program says")
+
+
 def _kind(spec: ParameterSpec) -> object:
     return spec.dtype, spec.trainable, spec.storage.weight

@@ -388,23 +388,32 @@ def causal_mask(ctx: Context, queries: Digits, num_keys: int) -> Tensor:
 
 
 class _Joined(torch.autograd.Function):
-    """Rows of several tensors as one: `in_place` where they lie one after the other in memory."""
+    """Rows of several tensors as one, of which some are trained."""
 
     @staticmethod
     def forward(ctx: Any, in_place: bool, *parts: Tensor) -> Tensor:
         ctx.rows = [len(part) for part in parts]
-        if not in_place:
-            return torch.cat(parts)
-        first = parts[0]
-        return first.detach().as_strided((sum(ctx.rows), *first.shape[1:]), first.stride())
+        return _rows_of(parts, in_place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *torch.split(gradients[0], ctx.rows)
 
 
+def _rows_of(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
+    """Rows of several tensors as one: a view of them `in_place`, or a copy."""
+    if not in_place:
+        return torch.cat(parts)
+    first = parts[0]
+    rows = sum(len(part) for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
 def _joined(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
     """Rows of several tensors as one; `in_place` where the store has laid them so."""
+    # A function of autograd is traced without its context where none wants a gradient.
+    if not any(part.requires_grad for part in parts):
+        return _rows_of(parts, in_place)
     whole: Tensor = _Joined.apply(in_place, *parts)  # type: ignore[no-untyped-call]
     return whole
 

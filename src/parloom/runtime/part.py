@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parloom.runtime.adjacent import check_same
 from parloom.runtime.comm import Comm
 from parloom.runtime.compiled import CompiledBlocks
 from parloom.runtime.context import Context
@@ -37,7 +38,7 @@ def make_parts(
     watch: Callable[[str], None],
 ) -> tuple[Part, ...]:
     """This rank's parts; every rank makes the groups of all stages, and of those of `others`, which
-    compute with the same weights.
+    compute with the same weights. Raises `VerifyError` where these would lie otherwise.
     """
     parts = []
     for stage, (program, ranks) in enumerate(zip(pipeline.programs, pipeline.ranks, strict=True)):
@@ -49,6 +50,8 @@ def make_parts(
             own = comm.stage(program.mesh, ranks, groups, weight_groups(program))
         if own is None:
             continue
+        for other in others:
+            check_same(program, other.programs[stage])
         store = Store(program, source, own, device, blocks)
         ctx = Context(
             own,
