@@ -46,6 +46,27 @@ from tests.unit.test_plan_json import example
 CLUSTER = cluster(2, 2)
 
 
+def test_what_travels_in_int8() -> None:
+    """Weights that are gathered after the update are sent as they are."""
+    (sharded,) = fsdp(perceptron(), CLUSTER)
+    (kept,) = data_parallel(perceptron(), CLUSTER)
+    for plan, said in (
+        (sharded, "gradients and gathered weights travel in int8"),
+        (kept, "gradients travel in int8"),
+    ):
+        assert said in words(perceptron(), replace(plan, communication_dtype="int8"))
+
+
+def test_what_trains_nothing_has_no_optimizer_state() -> None:
+    found = perceptron()
+    still = replace(found, inputs=tuple(replace(own, trainable=False) for own in found.inputs))
+    (plan,) = fsdp(found, CLUSTER)
+    assert "weights of 3 parameters stored in parts over data" in words(still, plan)
+    updated = tuple(replace(p, weight=Storage(), gradient=Storage()) for p in plan.parameters)
+    said = words(still, replace(plan, parameters=updated))
+    assert "every device stores all weights" in said
+
+
 def test_samples_are_followed_to_the_loss() -> None:
     (plan,) = data_parallel(perceptron(), CLUSTER)
     assert words(perceptron(), plan) == (

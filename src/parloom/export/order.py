@@ -4,14 +4,17 @@ Devices are numbered as the topology nests, the fastest links first; of a torus 
 along its shortest side first. A launcher that places ranks in this order has the plan's links.
 """
 
+from math import prod
 from types import MappingProxyType
 
 from parloom.cost.clusters import load_cluster
+from parloom.cost.links import GRID
 from parloom.errors import InputError
 from parloom.execute.startup import devices_of_a_node
 from parloom.export.rendered import rendered
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
+from parloom.ir.regular_parts import used_cluster
 
 TARGETS = MappingProxyType({"ranks": "ranks.tsv", "rankfile": "rankfile", "jax": "jax_mesh.py"})
 """What says where ranks are, and the file of each."""
@@ -28,13 +31,16 @@ def order_file(target: str, plan: Plan) -> tuple[str, str]:
         raise InputError(f"--to {target}: nodes are of several kinds")
     name = TARGETS[target]
     if target == "jax":
-        sides = [v.size for v in load_cluster(plan.cluster).levels if v.size > 1]
+        levels = used_cluster(load_cluster(plan.cluster), plan.decisions).levels
+        # A network that joins slices is above all of their sides.
+        sides = [level.size for level in levels if level.size > 1 and level.fabric in GRID]
         return name, rendered(
             name,
             mesh=mesh,
             sizes=tuple(axis.size for axis in mesh.axes),
             array=device_array(mesh),
-            sides=sorted(sides),
+            sides=sides,
+            slices=mesh.num_ranks // prod(sides) if sides else 1,
         )
     rows = [
         (rank, device // size, device % size, tuple(mesh.coordinates(rank).values()))

@@ -57,6 +57,7 @@ MOST_WAYS = 3
 TIGHT, ROOMY = 0.97, 0.95
 Axes = tuple[str, ...]
 # After the name of the method whose search was stopped.
+Stored = tuple[tuple[str, ...], Axes, str]
 INTERRUPTED = "interrupted; this is the best of what was found until then"
 
 
@@ -77,7 +78,8 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
         if axis.steps or not alone
     ]
     lines += ["one device computes all of it"] * alone
-    stored = Counter(found for parameter in decisions.parameters for found in _stored(parameter))
+    trains = any(entry.trainable for entry in graph.of_kind("parameter"))
+    stored = Counter(own for found in decisions.parameters for own in _stored(found, trains))
     for (roles, axes, memory), count in stored.most_common(MOST):
         over = f"in parts over {', '.join(axes)}" if axes else "whole"
         where = " in host memory" if memory == "host" else ""
@@ -88,7 +90,6 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     if not stored and decisions.num_ranks > 1:
         features = any(w.keys() & {OUTPUTS, INPUTS, ENTRIES} for w in ways.values())
         kept = "its part of the split weights and all others" if features else "all weights"
-        trains = any(entry.trainable for entry in graph.of_kind("parameter"))
         beside = ", with their gradients and optimizer state" if trains else ""
         lines.append(f"every device stores {kept}{beside}")
     blocks = sum(isinstance(item, Call) for item in graph.main.body)
@@ -106,7 +107,8 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
             " computed by itself"
         )
     if decisions.communication_dtype:
-        lines.append(f"gradients and gathered weights travel in {decisions.communication_dtype}")
+        also = " and gathered weights" * any(p.weight.axes for p in decisions.parameters)
+        lines.append(f"gradients{also} travel in {decisions.communication_dtype}")
     return (*lines, *rewrites)
 
 
@@ -193,20 +195,16 @@ def process_names(decisions: Decisions) -> list[str]:
     return names
 
 
-def _stored(decision: ParameterDecision) -> Iterator[tuple[tuple[str, ...], Axes, str]]:
+def _stored(decision: ParameterDecision, trains: bool) -> Iterator[Stored]:
     """What of a parameter is stored otherwise than it is computed with: roles that are stored
-    alike, axes, memory.
+    alike, axes, memory. Where nothing `trains` weights alone are there.
     """
-    alike: dict[Storage, list[str]] = {}
-    for role, storage in (
-        ("weights", decision.weight),
-        ("gradients", decision.gradient),
-        ("optimizer state", decision.optimizer),
-    ):
-        if storage != Storage():
-            alike.setdefault(storage, []).append(role)
-    for storage, roles in alike.items():
-        yield tuple(roles), storage.axes, storage.memory
+    roles = {"weights": decision.weight}
+    if trains:
+        roles |= {"gradients": decision.gradient, "optimizer state": decision.optimizer}
+    for storage in dict.fromkeys(found for found in roles.values() if found != Storage()):
+        alike = tuple(role for role, found in roles.items() if found == storage)
+        yield alike, storage.axes, storage.memory
 
 
 def rate_words(graph: Graph, device: Device) -> tuple[str, ...]:
