@@ -47,6 +47,9 @@ WRONG = {
     "scaled twice": ("x[b, k]", ["mul(mul(x, 2), 3)"], ["mul(x, 5)"]),
     "a table of other rows": ("t[v, k], p[b] < v, q[b] < v", ["embedding(t, p)"],
                               ["embedding(t, q)"]),
+    "pairs in another order": ("x[a, n, n], y[a, n, n]", ["matmul(x, y)"], ["matmul(y, x)"]),
+    "other pairs": ("x[a, n, n], y[a, n, n]", ["matmul(cat((x, y), -3), cat((y, x), -3))"],
+                    ["cat((matmul(x, y), matmul(x, y)), -3)"]),
     "parts along another dim": ("x[n, n], y[n, n]", ["mm(cat((x, y), 0), y)"],
                                 ["cat((mm(x, y), mm(x, y)), 0)"]),
     # True where the matrix is square, or both parts are of one size.
@@ -157,6 +160,12 @@ def _mm(a: Ints, b: Ints) -> Ints:
     return NUMBERS.product([[*lead, "k"], ["k", "n"]], [*lead, "n"], [a, b])
 
 
+def _bmm(a: Ints, b: Ints) -> Ints:
+    if not a.ndim == b.ndim == 3 or len(a) != len(b) or a.shape[2] != b.shape[1]:
+        raise ValueError("no products")
+    return NUMBERS.product([["b", "m", "k"], ["b", "k", "n"]], ["b", "m", "n"], [a, b])
+
+
 def _pair(a: Ints, b: Ints, made: Ints) -> Ints:
     if a.shape != b.shape:
         raise ValueError("other shapes")
@@ -211,6 +220,7 @@ def _pool(i: int, a: Ints) -> Ints:
 READING = {
     "dim": lambda a, k: a.shape[k],
     "mm": _mm,
+    "bmm": _bmm,
     "t": _turned,
     "add": lambda a, b: _pair(a, b, a + b),
     "mul": lambda a, b: _pair(a, b, a * b),

@@ -62,7 +62,7 @@ def test_no_list_takes_less(
         stages = [joined(own) for own in stages]
     found = simulate_pipeline(lists, stages, edges, shared=(ring,))
     split: Any = SimpleNamespace(
-        groups=tuple(range(ranks)), costs=(None,) * ranks, num_microbatches=count
+        groups=tuple(range(ranks)), costs=(None,) * ranks, num_microbatches=count, repeats=False
     )
     bounds = [bound(own, count) for own in stages]
     assert found.step_ps >= least_ps(split, bounds, edges, (ring,))
