@@ -167,8 +167,10 @@ def test_simulate_prints_and_writes(
     assert cli.main(["simulate", plan_path, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert set(document) == {
-        "step_s", "lower_bound_s", "source", "band_s", "notes", "peak_bytes", "devices", "trace"
+        "step_s", "period_s", "lower_bound_s", "source", "band_s", "notes", "peak_bytes", "devices",
+        "trace",
     }  # fmt: skip
+    assert document["period_s"] == document["step_s"]  # of training, which synchronizes
     assert document["source"] == "spec"
     assert document["band_s"][0] < document["step_s"] < document["band_s"][1]
     (device,) = document["devices"]
