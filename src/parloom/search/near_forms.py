@@ -14,10 +14,11 @@ from parloom.search.meshes import MAX_AXES
 from parloom.search.rewritten import in_form
 from parloom.search.step_rows import ShadowPrices
 
-# Contexts that are looked at in each form, how near their first bounds are to the least Lagrangian,
-# and how much longer than the best plan those of another form may take from which better ones are
-# looked for: local search and climbing gain as much.
-NEAREST, ROUGH, FORMS = 2, 0.01, 0.1
+# Contexts that are looked at in each form, and how much longer than the best plan those of another
+# form may take from which better ones are looked for: local search and climbing gain as much.
+NEAREST, NEAR_FORMS = 2, 0.1
+# How near the first bounds of a context are to the least Lagrangian.
+ROUGH = 0.01
 Rewrites = tuple[str, ...]
 
 
@@ -48,7 +49,7 @@ class NearForms:
                     context.columns.prove(duals, ROUGH)
                     if seen.promises(context.columns.bound_ps(context.limit), best.step_ps):
                         context.run(duals, best.step_ps / min(1.0, seen.ratio))
-                        context.improve(best.step_ps * (1 + FORMS), seen)
+                        context.improve(best.step_ps * (1 + NEAR_FORMS), seen)
                         duals = context.duals
 
     def instead(self, joint: Sequence[ContextSearch]) -> list[ContextSearch]:

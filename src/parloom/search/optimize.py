@@ -29,7 +29,7 @@ from parloom.search.least_compute import least_compute_ps, least_work_ps
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
-from parloom.search.near_forms import FORMS, NearForms, Rewrites
+from parloom.search.near_forms import NEAR_FORMS, ROUGH, NearForms, Rewrites
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
@@ -61,8 +61,6 @@ SAME = 0.01
 CLOSED = 0.0075
 # The share by which a finer mesh must be better for its own refinements to be looked at.
 BETTER = 0.002
-# How near the first bounds of a context are to the least Lagrangian.
-ROUGH = 0.01
 # More bytes than any device has.
 UNLIMITED = 2.0**80
 
@@ -414,8 +412,9 @@ def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iter
             forms.setdefault(found.decisions.rewrites, {})[found.step_ps] = context
     for different in forms.values():
         least = min(different)
-        nearby = least * (1 + NEARBY) if least <= best_ps * (1 + FORMS) else best_ps * (1 + NEARBY)
-        yield from (c for ps, c in sorted(different.items())[:LOCAL] if ps <= nearby)
+        begin_ps = least if least <= best_ps * (1 + NEAR_FORMS) else best_ps
+        nearby = sorted(different.items())[:LOCAL]
+        yield from (c for ps, c in nearby if ps <= begin_ps * (1 + NEARBY))
 
 
 def _starts(
