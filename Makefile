@@ -33,7 +33,7 @@ demo: $(STAMP)
 # Tests start many processes, some where nothing may be written: compiled once, not in each.
 test: $(STAMP)
 	$(BIN)/python -m compileall -q src
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 60 --durations-min 5 $(ARGS)
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile nightly tests/property $(ARGS)
