@@ -63,6 +63,6 @@ SMALL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def small(name: str, **sizes: Any) -> zoo.Built:
-    """A small model with four samples, the same each time."""
+    """A small model, with four samples unless `sizes` say otherwise, the same each time."""
     torch.manual_seed(0)
-    return zoo.build(name, batch=4, **{**SMALL[name], **sizes})
+    return zoo.build(name, **{"batch": 4, **SMALL[name], **sizes})

@@ -12,7 +12,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.layout import Layout
 from parloom.ir.ops import op_of
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.search.choices import Choice, Menus
+from parloom.search.choices import Choice
 from parloom.search.fates import Fates
 from parloom.search.prices import (
     BACKWARD,
@@ -47,7 +47,7 @@ class CallCosts:
         self.program, self.mesh = program, walker.mesh
         self.prices = Prices(program, walker)
         self.storage = Whole(walker, base, optimizer)
-        self.menus = Menus(program, self.prices.single)
+        self.menus = self.prices.menus
         self.fates = Fates(program)
         self.choices: dict[int, Choice] = {}
         self.made: list[list[int]] = [[] for _ in program.operators]

@@ -102,11 +102,15 @@ Among = Callable[[int], Iterable[Mapping[str, Axes]] | None]
 
 
 class Menus:
-    """Menus of the operators of `program`; those of operators made alike are made once."""
+    """Menus of the operators of `program`; those of operators made alike are made once, and may be
+    known from another program on the same mesh.
+    """
 
-    def __init__(self, program: Program, single: Single) -> None:
+    def __init__(
+        self, program: Program, single: Single, known: dict[object, Menu] | None = None
+    ) -> None:
         self.program, self.single = program, single
-        self.known: dict[object, Menu] = {}
+        self.known = {} if known is None else known
 
     def all(self, among: Among = lambda index: None) -> tuple[Menu, ...]:
         """All choices of all operators, or those with an assignment `among` these."""
@@ -135,7 +139,7 @@ class Menus:
         operator = self.program.operators[index]
         flags = tuple(some for some, _ in operator.flows)
         given = None if among is None else tuple(tuple(sorted(one.items())) for one in among)
-        key = self.program.places[index], flags, given
+        key = self.program.kinds[index], flags, given
         if key not in self.known:
             every = None if given is None else map(dict, given)
             self.known[key] = menu_of(operator, self.single, every)

@@ -280,7 +280,7 @@ def with_passes(context: ContextSearch, passes: Passes) -> ContextSearch:
 
 class Contexts:
     """The contexts of a question: its meshes of one and two axes, or the one that pins name, and
-    the numbers of microbatches. They share prices and count their `work` together.
+    the numbers of microbatches. They share menus and prices and count their `work` together.
     """
 
     def __init__(
@@ -289,9 +289,10 @@ class Contexts:
         base: Decisions,
         forms: Forms | None = None,
         work: Work | None = None,
+        shared: Known | None = None,
     ) -> None:
         self.request, self.base = request, base
-        self.work, self.shared = work or Work(request.budget), Known()
+        self.work, self.shared = work or Work(request.budget), shared or Known()
         self.refusals = Refusals()
         factored = factorize(request.graph if forms is None else forms.graph)
         self.whole = program_of(factored.graph, factored, request.pinned, forms=forms)

@@ -10,7 +10,7 @@ import numpy as np
 
 from parloom.cost.walk import Walker
 from parloom.ir.plan import Decisions, Optimizer
-from parloom.search.choices import Menu, Menus, assignments
+from parloom.search.choices import Menu, assignments
 from parloom.search.fates import Fates, Options
 from parloom.search.flow_costs import PASSES, FlowCosts
 from parloom.search.form_parts import FormParts
@@ -38,8 +38,7 @@ ROWS = tuple(
 
 class LayoutModel:
     """The model of `program` on the mesh of `walker`; `given` menus take the place of all choices,
-    `storage` and `fates` of all levels and fates; `shared` is what is known of prices that hold on
-    every mesh.
+    `storage` and `fates` of all levels and fates; `shared` is what is known of menus and prices.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LayoutModel:
         self.prices = Prices(program, walker, shared)
         self.storage = storage or StoragePrices(walker, decisions, optimizer)
         self.fates = fates or Fates(program)
-        menus = tuple(given) or Menus(program, self.prices.single).all(self._allowed)
+        menus = tuple(given) or self.prices.menus.all(self._allowed)
         self.options = [Options(menu, self.fates.of(i)) for i, menu in enumerate(menus)]
         self.homes = {
             index: tuple(homes(weight, menus, self.mesh))

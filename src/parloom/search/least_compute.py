@@ -7,7 +7,6 @@ import numpy as np
 from parloom.ir.mesh import part_of
 from parloom.ir.stages import stage_items
 from parloom.rewrite.forms import Form
-from parloom.search.choices import Menus
 from parloom.search.contexts import Contexts
 from parloom.search.meshes import logical_meshes
 from parloom.search.model import Model, Row, Term, Variable, View
@@ -130,7 +129,7 @@ def _all(variable: int, options: Sequence[object]) -> View:
 
 def least_times_ps(program: Program, prices: Prices) -> Iterator[int]:
     """The same of each operator."""
-    menus = Menus(program, prices.single).all()
+    menus = prices.menus.all()
     for index, operator in enumerate(program.operators):
         choices = [choice for choice in menus[index].choices if not choice.absent]
         times = (
@@ -167,7 +166,7 @@ def _least_calls_ps(program: Program, prices: Prices, rows: list[int]) -> list[f
     """What one call of each operator computes at least, with the best of its choices; nothing where
     it may be left out.
     """
-    menus = Menus(program, prices.single)
+    menus = prices.menus
     return [
         min(
             (

@@ -17,6 +17,9 @@ from parloom.search.step_rows import ShadowPrices
 # Contexts that are looked at in each form, and how much longer than the best plan those of another
 # form may take from which better ones are looked for: local search and climbing gain as much.
 NEAREST, NEAR_FORMS = 2, 0.1
+# How far the bound of such a form may be above that of the best plan's, as a share of what that
+# plan is above its own.
+NEAR_BOUNDS = 0.15
 # How near the first bounds of a context are to the least Lagrangian.
 ROUGH = 0.01
 Rewrites = tuple[str, ...]
@@ -42,12 +45,13 @@ class NearForms:
         """
         coarse = [one for one in promising if len(one.mesh.axes) <= MAX_AXES]
         if best and self.contexts.request.takes:
+            nearest = [c for c in coarse[:NEAREST] if _may_beat(c, best, seen)]
             for rewrites in dict.fromkeys(((), self._cheapest, best.decisions.rewrites)):
                 duals = ShadowPrices()  # as where that form is all there is
-                for context in self._in_form(rewrites, coarse[:NEAREST]):
+                for context in self._in_form(rewrites, nearest):
                     self.looked.append(context)
                     context.columns.prove(duals, ROUGH)
-                    if seen.promises(context.columns.bound_ps(context.limit), best.step_ps):
+                    if _may_beat(context, best, seen):
                         context.run(duals, best.step_ps / min(1.0, seen.ratio))
                         context.improve(best.step_ps * (1 + NEAR_FORMS), seen)
                         duals = context.duals
@@ -77,6 +81,11 @@ class NearForms:
     @cached_property
     def _cheapest(self) -> Rewrites:
         return least_on_one_device(self.contexts)[1].rewrites
+
+
+def _may_beat(context: ContextSearch, best: SimulatedPlan, seen: EstimateErrors) -> bool:
+    """Whether a context may have a better plan; one of all forms, in any of them."""
+    return seen.promises(context.columns.bound_ps(context.limit), best.step_ps)
 
 
 def _place(context: ContextSearch) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ from parloom.search.least_compute import least_compute_ps, least_work_ps
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
-from parloom.search.near_forms import NEAR_FORMS, ROUGH, NearForms, Rewrites
+from parloom.search.near_forms import NEAR_BOUNDS, NEAR_FORMS, ROUGH, NearForms, Rewrites
 from parloom.search.program import Program, program_of
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
@@ -404,17 +404,20 @@ def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[Simu
 
 def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iterator[ContextSearch]:
     """The contexts with the fastest plans of each form that is near the best one, but for those
-    with equal ones: a finer mesh may have the best plan of a coarser one.
+    with equal ones: a finer mesh may have the best plan of a coarser one. Forms are near whose
+    plans are, and whose bounds are little above that of the form with the fastest plan.
     """
     forms: dict[Rewrites, dict[float, ContextSearch]] = {}
     for context in sorted(contexts, key=lambda c: len(c.mesh.axes), reverse=True):
         for found in sorted(context.fitting(), key=_step_ps)[:1]:
             forms.setdefault(found.decisions.rewrites, {})[found.step_ps] = context
-    for different in forms.values():
-        least = min(different)
-        begin_ps = least if least <= best_ps * (1 + NEAR_FORMS) else best_ps
-        nearby = sorted(different.items())[:LOCAL]
-        yield from (c for ps, c in nearby if ps <= begin_ps * (1 + NEARBY))
+    every = sorted(forms.values(), key=min)
+    bounds = [min(c.columns.bound_ps(c.limit) for c in own.values()) for own in every]
+    for own, bound_ps in zip(every, bounds, strict=True):
+        above_ps = (min(every[0]) - bounds[0]) * NEAR_BOUNDS
+        if min(own) <= best_ps * (1 + NEAR_FORMS) and bound_ps <= bounds[0] + above_ps:
+            nearby = sorted(own.items())[:LOCAL]
+            yield from (c for ps, c in nearby if ps <= min(own) * (1 + NEARBY))
 
 
 def _starts(

@@ -5,6 +5,7 @@ A price counts whole picoseconds and bytes, so that sums do not depend on their 
 not counted: what one operator does with a partial scalar depends on all that read it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,11 +20,12 @@ from parloom.errors import LayoutError
 from parloom.ir.adjacent import operands_at
 from parloom.ir.graph import DTYPE_BYTES, TensorSpec, with_operands
 from parloom.ir.layout import local_shape
+from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.moves import plan_moves
 from parloom.ir.ops import op_of
 from parloom.ir.ops.shape import EITHER
 from parloom.ir.pcg import Compute, Item, Movement, PValue, operands_of, results_of
-from parloom.search.choices import Choice
+from parloom.search.choices import Choice, Menu, Menus
 from parloom.search.program import Flags, Operator, Program, State
 from parloom.search.single import Lowered, Single, is_local_program, sees_place
 
@@ -37,10 +39,23 @@ Price = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class KnownThere:
+    """Menus and prices that hold on one mesh of one cluster, for any program."""
+
+    menus: dict[object, Menu] = field(default_factory=dict)
+    prices: dict[object, Price] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Known:
-    """Prices that hold on every mesh: of operators by local sizes."""
+    """What is known of menus and prices on devices of one type, for any program: prices of
+    operators by local sizes hold on every mesh, others on one.
+    """
 
     operators: dict[object, Price] = field(default_factory=dict)
+    on: defaultdict[tuple[Cluster, Mesh], KnownThere] = field(
+        default_factory=lambda: defaultdict(KnownThere)
+    )
 
 
 class Prices:
@@ -49,8 +64,9 @@ class Prices:
     def __init__(self, program: Program, walker: Walker, shared: Known | None = None) -> None:
         self.program, self.walker, self.mesh = program, walker, walker.mesh
         self.single = Single(program.graph, program.factored, self.mesh)
-        self.known: dict[object, Price] = {}
         self.shared = shared or Known()
+        there = self.shared.on[walker.cluster, walker.mesh]
+        self.known, self.menus = there.prices, Menus(program, self.single, there.menus)
         self.links = Links(walker.cluster)
 
     def operator(self, index: int, choice: Choice, flags: Flags) -> Price:
@@ -63,7 +79,7 @@ class Prices:
         assignment = dict(choice.assignment)
         if not is_local_program(operator, assignment) and not sees_place(operator, assignment):
             known, signature = self.shared.operators, self._signature(operator, choice)
-        key = self.program.places[index], flags, signature
+        key = self.program.kinds[index], flags, signature
         if key not in known:
             known[key] = self.alone(operator, choice, flags)
         return known[key]

@@ -160,6 +160,36 @@ class Block:
     operators: tuple[tuple[int, Flags], ...]
 
 
+class Kind:
+    """All that menus and prices of an operator depend on: operators made alike have equal kinds, in
+    whatever program they are. It is hashed once.
+    """
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: object) -> None:
+        self._parts, self._hash = parts, hash(parts)
+
+    @classmethod
+    def of(cls, operator: Operator) -> "Kind":
+        """The kind of an operator."""
+        names = tuple(f"operand{i}" for i in range(len(operator.operands)))
+        node = with_operands(operator.node, names)
+        made = tuple(value.spec for value in node.results)
+        return cls(
+            node.op, node.args, node.kwargs, operator.operands, made,
+            operator.rule, operator.derived, operator.adjacent,
+        )  # fmt: skip
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Kind) and self._hash == other._hash and self._parts == other._parts
+
+
 @dataclass(frozen=True)
 class Program:
     """All of a graph that layouts are chosen for; `index`: the operator of a call, by its key."""
@@ -179,18 +209,10 @@ class Program:
     rewrites: tuple[str, ...] = ()
 
     @cached_property
-    def places(self) -> tuple[tuple[str, str], ...]:
-        """For every operator where the first one is that is made alike."""
-        known: dict[object, tuple[str, str]] = {}
-        found = []
-        for operator in self.operators:
-            names = tuple(f"operand{i}" for i in range(len(operator.operands)))
-            node = with_operands(operator.node, names)
-            made = tuple(value.spec for value in node.results)
-            alike = node.op, node.args, node.kwargs, operator.operands, made, operator.rule
-            place = operator.function, operator.node.key
-            found.append(known.setdefault((alike, operator.derived, operator.adjacent), place))
-        return tuple(found)
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of every operator."""
+        known: dict[Kind, Kind] = {}
+        return tuple(known.setdefault(kind, kind) for kind in map(Kind.of, self.operators))
 
     @cached_property
     def sources(self) -> Mapping[Reader, tuple[int, int]]:

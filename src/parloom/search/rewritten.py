@@ -41,7 +41,7 @@ def in_form(contexts: Contexts, rewrites: Sequence[str]) -> Contexts:
     """The same contexts, of plans of the form that `rewrites` make: other layouts alone."""
     own = RewrittenRequest(contexts.request, rewrites).request
     request = replace(contexts.request, takes=(), pinned=own.pinned)
-    found = Contexts(request, contexts.base, work=contexts.work)
+    found = Contexts(request, contexts.base, work=contexts.work, shared=contexts.shared)
     if rewrites:
         factored = factorize(own.graph)
         whole = program_of(own.graph, factored, own.pinned)

@@ -31,7 +31,7 @@ from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps, promising
 from parloom.search.pipelines.split import Split
-from parloom.search.prices import Prices
+from parloom.search.prices import Known, Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.searched import Searched
@@ -48,7 +48,7 @@ MERGED = 8
 EVERY, MANY, PATIENCE = 300, 2, 50
 # More bytes than any device has.
 UNLIMITED = 1 << 60
-# The share by which closed forms may be above the least where another form is looked at.
+# The share by which closed forms may be above the best step where another form is looked at.
 OTHERS = 0.5
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
@@ -119,12 +119,14 @@ def search_pipelines(
     except KeyboardInterrupt:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
     best_ps, work = best.step_ps if best else inf, Work(request.budget)
-    every = [FormPipelines(request, base, own, best_ps, work, say) for own in forms]
+    every = [
+        FormPipelines(request, base, own, best_ps, work, contexts.shared, say) for own in forms
+    ]
     status = Status.COMPLETE
     try:
-        among: Collection[tuple[int, int]] = ()
+        among: Collection[tuple[int, int]] | None = None
         for one in every:
-            among = one.look(among) or among
+            among = one.look(among)
         nearby_ps = min(one.fastest_ps for one in every) * (1 + FORMS)
         for one in sorted(every, key=lambda one: one.fastest_ps):
             if one.fastest_ps <= nearby_ps:
@@ -154,20 +156,22 @@ class FormPipelines:
         rewrites: Sequence[str],
         best_ps: float,
         work: Work,
+        shared: Known,
         say: Say,
     ) -> None:
         self.form, self.base = RewrittenRequest(asked, rewrites), base
-        self.best_ps, self.work, self.say = best_ps, work, say
+        self.best_ps, self.work, self.shared, self.say = best_ps, work, shared, say
         self.searches: list[PipelineSearch] = []
 
-    def look(self, among: Collection[tuple[int, int]]) -> Collection[tuple[int, int]]:
+    def look(self, among: Collection[tuple[int, int]] | None) -> Collection[tuple[int, int]]:
         """Simulate what promises most on all devices, of the sizes of groups and numbers of
-        microbatches given, or of all: those that may be good for other forms, too.
+        microbatches given, or of all where none are: those that may be good for other forms, too.
         """
-        whole = self._add(Contexts(self.form.request, self.base, work=self.work))
+        request = self.form.request
+        whole = self._add(Contexts(request, self.base, work=self.work, shared=self.shared))
         whole.look(among)
         self.best_ps = whole.best_ps
-        return promising(whole.splits.found, 1 + OTHERS)
+        return promising(whole.splits.found, self.best_ps, 1 + OTHERS)
 
     @property
     def fastest_ps(self) -> float:
@@ -271,9 +275,9 @@ class PipelineSearch:
         judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
-    def look(self, among: Collection[tuple[int, int]] = ()) -> None:
+    def look(self, among: Collection[tuple[int, int]] | None = None) -> None:
         """Simulate what promises most, of the sizes of groups and numbers of microbatches given,
-        or of all, and what is near the best of that.
+        or of all where none are, and what is near the best of that.
         """
         if self.least_ps > self.best_ps * (1 - WORTH):
             return

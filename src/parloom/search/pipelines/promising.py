@@ -41,12 +41,12 @@ class PromisingSplits:
         self.layouts = GroupLayouts(contexts, pricer, self.devices)
         self.found: list[Split] = []
 
-    def look(self, among: Collection[tuple[int, int]] = ()) -> None:
+    def look(self, among: Collection[tuple[int, int]] | None = None) -> None:
         """The sizes of groups and numbers of microbatches given, or those that promise most."""
-        for size, count in among:
+        for size, count in among or ():
             self.look_at(size, count)
         longest_ps, per_group = longest_item_ps(self.contexts), 1.0
-        for size in () if among else part_sizes(self.request.cluster):
+        for size in part_sizes(self.request.cluster) if among is None else ():
             groups = self.devices // size
             if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
                 per_group = self._look_on(size, per_group * groups) / groups or per_group
@@ -189,14 +189,15 @@ def _least_with(before: Split, count: int, share_ps: float) -> float:
     return max(share_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
 
 
-def promising(splits: Iterable[Split], share: float) -> Collection[tuple[int, int]]:
+def promising(splits: Iterable[Split], best_ps: float, share: float) -> Collection[tuple[int, int]]:
     """The sizes of groups and numbers of microbatches with closed forms of at most so many times
-    the least.
+    the least, or the best step.
     """
     found: dict[tuple[int, int], float] = {}
     for split in sorted(splits, key=closed_ps):
         found.setdefault((split.costs[0].num_devices, split.num_microbatches), split.step_ps)
-    return [which for which, ps in found.items() if ps <= min(found.values()) * share]
+    enough_ps = min([best_ps, *found.values()]) * share
+    return [which for which, ps in found.items() if ps <= enough_ps]
 
 
 def closed_ps(split: Split) -> float:
