@@ -40,7 +40,7 @@ from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.climb import Climb, Draft
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.program import program_of
+from parloom.search.folding import program_of
 from parloom.search.request import Request, base_of
 from parloom.search.work import Work
 

@@ -39,8 +39,8 @@ from parloom.runtime import experts
 from parloom.runtime.sharding import Digit, Dims, global_shape
 from parloom.search.choices import assignments
 from parloom.search.evaluation import evaluation_decisions
+from parloom.search.folding import program_of
 from parloom.search.microbatch import microbatch_of
-from parloom.search.program import program_of
 from tests.capture.test_experts import built, mixtures, subject
 from tests.dist import lowered
 from tests.equality import TOLERANCE

@@ -21,6 +21,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.pcg import PCG, TIME, PCall, PFunction
 from parloom.ir.plan import Optimizer
 from parloom.ir.step_program import block_weights
+from parloom.search.folding import last_reduced, reached
 from parloom.search.prices import (
     BACKWARD,
     BACKWARD_SENT,
@@ -29,7 +30,6 @@ from parloom.search.prices import (
     PARTS,
     passes_ps,
 )
-from parloom.search.program import last_reduced, reached
 from parloom.search.storage import (
     AFTER,
     AGAIN,

@@ -22,10 +22,10 @@ from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Prediction, one_
 from parloom.ir.text import parse_graph
 from parloom.search.choices import Menu
 from parloom.search.contexts import ContextSearch
+from parloom.search.folding import last_reduced, program_of, reached
 from parloom.search.microbatch import microbatch_of
 from parloom.search.pinned import NONE, Pinned
 from parloom.search.prices import KEPT, PARTS, Known
-from parloom.search.program import last_reduced, program_of, reached
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS, Passes, step_sums
 from parloom.search.storage import Level, StoragePrices, WeightPrice

@@ -16,9 +16,9 @@ from parloom.search import climb
 from parloom.search.climb import Climb, climbed
 from parloom.search.conflicts import broken
 from parloom.search.contexts import SimulatedPlan
+from parloom.search.folding import program_of
 from parloom.search.pinned import resolve
 from parloom.search.pins import parse_pin
-from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.work import Work
 from tests.property.searched import ADAM, PLENTY

@@ -24,10 +24,10 @@ from parloom.search import finer
 from parloom.search.choices import Menus
 from parloom.search.compose import Candidate
 from parloom.search.contexts import SimulatedCandidate
+from parloom.search.folding import program_of
 from parloom.search.meshes import logical_meshes
 from parloom.search.microbatch import microbatch_of, sample_factors
 from parloom.search.optimize import search
-from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.single import Single
 from parloom.search.step_rows import NUM_ROWS, ShadowPrices, StepSums

@@ -27,12 +27,12 @@ from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search.conflicts import broken, smallest_conflict
 from parloom.search.contexts import Contexts
+from parloom.search.folding import program_of
 from parloom.search.least import conflict, least_share, possible, stored_bytes
 from parloom.search.meshes import logical_meshes
 from parloom.search.optimize import search
 from parloom.search.pinned import Pinned, resolve
 from parloom.search.pins import Pin, parse_pin
-from parloom.search.program import program_of
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import ShadowPrices
 from parloom.search.storage import STORED, UPDATING

@@ -26,9 +26,9 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 from parloom.ir.text import parse_graph
+from parloom.search.folding import reached
 from parloom.search.least import batch_bytes
 from parloom.search.meshes import logical_meshes
-from parloom.search.program import reached
 from parloom.search.storage import (
     AFTER,
     ALONE,

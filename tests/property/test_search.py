@@ -23,11 +23,11 @@ from parloom.ir.plan import Decisions, Optimizer, Prediction
 from parloom.ir.text import parse_graph
 from parloom.search.contexts import ContextSearch
 from parloom.search.flow_costs import PASSES
+from parloom.search.folding import program_of
 from parloom.search.layout_model import LayoutModel
 from parloom.search.meshes import logical_meshes
 from parloom.search.model import Floats, Term
 from parloom.search.optimize import search
-from parloom.search.program import program_of
 from parloom.search.redistribution import redistributions
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import Passes, ShadowPrices, row_prices

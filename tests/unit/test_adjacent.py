@@ -20,8 +20,9 @@ from parloom.ir.step_program import EACH_PASS, step_program
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph, verify_pcg
 from parloom.search.choices import Choice
+from parloom.search.folding import program_of
 from parloom.search.prices import FORWARD, KEPT, Prices
-from parloom.search.program import State, program_of
+from parloom.search.program import State
 
 TEXT = """\
 graph "Merged" training=True

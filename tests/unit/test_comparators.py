@@ -31,7 +31,7 @@ from parloom.ir.plan import (
     Storage,
     one_stage,
 )
-from parloom.search.program import program_of
+from parloom.search.folding import program_of
 from parloom.search.request import Request, Say
 from tests.unit.graphs import Shape, graph, node, stack
 

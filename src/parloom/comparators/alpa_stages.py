@@ -13,9 +13,9 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.plan import GLOBAL, Decisions
+from parloom.search.folding import program_of
 from parloom.search.microbatch import microbatch_of
 from parloom.search.prices import Known
-from parloom.search.program import program_of
 from parloom.search.request import Request, Say
 
 

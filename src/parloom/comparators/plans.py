@@ -12,12 +12,13 @@ from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.plan import GLOBAL, Decisions, NodeDecision, ParameterDecision, Storage, one_stage
 from parloom.ir.samples import sample_dims
+from parloom.search.folding import program_of
 from parloom.search.layout_model import LayoutModel
 from parloom.search.meshes import NAMES
 from parloom.search.microbatch import microbatch_of, sample_factors
 from parloom.search.model import Floats
 from parloom.search.prices import BACKWARD_SENT, FORWARD_SENT, PARTS
-from parloom.search.program import Axes, Program, program_of
+from parloom.search.program import Axes, Program
 from parloom.search.request import Request
 from parloom.search.step_rows import NUM_ROWS
 from parloom.search.storage import (

@@ -21,11 +21,12 @@ from parloom.search.choices import Menu, assignments
 from parloom.search.compose import Candidate, Composer, Stored
 from parloom.search.conflicts import meshes_of
 from parloom.search.decide import decisions_of, form_of
+from parloom.search.folding import program_of
 from parloom.search.layout_model import LayoutModel
 from parloom.search.microbatch import microbatch_of
 from parloom.search.model import Floats
 from parloom.search.prices import Known
-from parloom.search.program import Program, program_of
+from parloom.search.program import Program
 from parloom.search.refusals import Refusals
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration

@@ -14,8 +14,9 @@ from parloom.ir.graph import FlatNode
 from parloom.ir.pcg import PCG, TIME, Compute, Movement, PCall, PFunction, PValue, results_of
 from parloom.ir.step_program import MAX_BUCKET_BYTES
 from parloom.search.choices import Choice, menu_of
+from parloom.search.folding import program_of
 from parloom.search.prices import KEPT, Prices
-from parloom.search.program import Axes, State, program_of
+from parloom.search.program import Axes, State
 
 
 class Nearby:

@@ -13,9 +13,10 @@ from parloom.ir.graph import Call, FlatNode, Function, Graph, Node, Ref, TensorS
 from parloom.ir.mesh import part_of
 from parloom.ir.ops import Site, op_of
 from parloom.search.choices import menu_of
+from parloom.search.folding import program_of
 from parloom.search.meshes import logical_meshes
 from parloom.search.prices import BACKWARD, FORWARD, Prices
-from parloom.search.program import Flags, Operator, program_of
+from parloom.search.program import Flags, Operator
 from parloom.search.request import Request
 
 Flows = tuple[tuple[Flags, int], ...]

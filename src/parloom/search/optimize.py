@@ -24,13 +24,14 @@ from parloom.search.contexts import (
 )
 from parloom.search.decide import form_of
 from parloom.search.finer import FinerMenus, LeastCosts
+from parloom.search.folding import program_of
 from parloom.search.least import batch_bytes, least_share
 from parloom.search.least_compute import least_compute_ps, least_work_ps
 from parloom.search.local_search import PATIENCE, improved
 from parloom.search.meshes import MAX_AXES, joined
 from parloom.search.microbatch import microbatch_of
 from parloom.search.near_forms import NEAR_BOUNDS, NEAR_FORMS, ROUGH, NearForms, Rewrites
-from parloom.search.program import Program, program_of
+from parloom.search.program import Program
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
 from parloom.search.searched import Searched, rank

@@ -12,8 +12,8 @@ from parloom.rewrite.forms import Forms
 from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import Contexts, SimulatedPlan
+from parloom.search.folding import program_of
 from parloom.search.pinned import resolve
-from parloom.search.program import program_of
 from parloom.search.request import Request
 from parloom.search.worthwhile import worthwhile
 
