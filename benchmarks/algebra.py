@@ -9,7 +9,7 @@ stages allowed: the step of each method, bytes that a device sends, peak memory,
 seconds of planning. `auto --no-rewrites` says what layouts alone come to. `--random`: so many
 random models (`algebra_random.py`) in place of these. `--rules` plans again where `auto` has
 rewrites, without each of their rules, in place of new cases. Rows are written as they come;
-`--resume` keeps those of the same revision of parloom; `--table` prints the tables of all rows and
+`--resume` keeps those of the same revision of what plans; `--table` prints the tables of all rows and
 plans nothing. Exit code 1 where `auto` is slower than another method or a plan cannot be read back.
 """
 
@@ -23,7 +23,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from algebra_plans import FORBIDDEN, LIMIT_S, NO_REWRITES, Row, planned, say, source_revision
+from algebra_plans import (
+    FORBIDDEN,
+    LIMIT_S,
+    NO_REWRITES,
+    PLANNING,
+    Row,
+    planned,
+    say,
+    source_revision,
+)
 from algebra_random import METHODS as OF_RANDOM
 from algebra_random import random_cases
 from algebra_tables import faults, tables
@@ -67,7 +76,7 @@ def run(
         missing = [method for method in wanted if method not in known]
         if not missing:
             continue
-        key: Row = {"model": model, "cluster": cluster, "revision": source_revision()}
+        key: Row = {"model": model, "cluster": cluster, "revision": source_revision(PLANNING)}
         try:
             captured = capture()
         except Exception as error:  # a row of its own, whatever it is
@@ -122,7 +131,7 @@ def known(path: str | None, every: bool) -> list[Row]:
     if path is None or not Path(path).exists():
         return []
     found: list[Row] = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-    return [row for row in found if every or row["revision"] == source_revision()]
+    return [row for row in found if every or row["revision"] == source_revision(PLANNING)]
 
 
 if __name__ == "__main__":

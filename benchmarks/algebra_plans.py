@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from types import FrameType
@@ -42,14 +42,21 @@ FORBIDDEN = "auto --forbid rewrite="
 # machine is shared.
 LIMIT_S, GRACE_S, WALL = 600, 60, 6
 SLOWER = 1e-9
+# What decides which plan is found, and how long that takes.
+PLANNING = (
+    "candidates.py", "choose.py", "objectives.py", "linear_program.py", "capture", "clusters",
+    "comparators", "cost", "ir", "rewrite", "search", "zoo",
+)  # fmt: skip
 
 
 @cache
-def source_revision() -> str:
-    """The last commit that changed parloom itself; it ends in `-dirty` where files differ."""
+def source_revision(parts: Sequence[str] = ("",)) -> str:
+    """The last commit that changed parts of parloom, or any; it ends in `-dirty` where files
+    differ.
+    """
 
     def said(*words: str) -> str:
-        command = ["git", *words, "--", "src/parloom"]
+        command = ["git", *words, "--", *(f"src/parloom/{part}" for part in parts)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     dirty = "-dirty" if said("status", "--porcelain") else ""
