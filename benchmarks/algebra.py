@@ -9,8 +9,9 @@ stages allowed: the step of each method, bytes that a device sends, peak memory,
 seconds of planning. `auto --no-rewrites` says what layouts alone come to. `--random`: so many
 random models (`algebra_random.py`) in place of these. `--rules` plans again where `auto` has
 rewrites, without each of their rules, in place of new cases. Rows are written as they come;
-`--resume` keeps those of the same revision of what plans; `--table` prints the tables of all rows and
-plans nothing. Exit code 1 where `auto` is slower than another method or a plan cannot be read back.
+`--resume` keeps those of the same revision of what plans; `--table` prints the tables of all rows
+and plans nothing. Exit code 1 where `auto` is slower than another method or a plan cannot be read
+back.
 """
 
 import argparse
