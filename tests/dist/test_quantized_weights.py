@@ -11,6 +11,7 @@ from parloom import api, arguments
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
 from parloom.capture.quantized import (
+    SCALE,
     WEIGHTS,
     quantize,
     scale_of,
@@ -55,7 +56,7 @@ def test_programs_are_the_module_with_rounded_weights(
     assert dtypes[0] == dtypes[1]
     products = {"llama": 2 * 7 + 1, "gpt2": 2 * 4}[name]  # GPT-2's head is its embedding
     assert list(dtypes[0].values()).count(dtype) == products
-    assert sum(target.endswith("_scale") for target in dtypes[0]) == products
+    assert sum(target.endswith(SCALE) for target in dtypes[0]) == products
     assert tolerance_of(made.decode)[0] in ("float32", "float64")
     loaded = lambda: found.loaded  # noqa: E731
     with monkeypatch.context() as patched:
@@ -102,7 +103,7 @@ def test_other_scales_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = proof.generated
 
     def off(prefill: Graph, decode: Graph, state: Mapping[str, Tensor], *rest: Any) -> Any:
-        name = "model.layers.1.mlp.down_proj.weight_scale"
+        name = f"model.layers.1.mlp.down_proj.weight{SCALE}"
         return right(prefill, decode, {**state, name: state[name] * 1.001}, *rest)
 
     monkeypatch.setattr(proof, "generated", off)
@@ -123,6 +124,63 @@ def test_rounding_is_within_half_a_unit(weights: str, dim: int) -> None:
     assert (error <= limit * (1 + 1e-9)).all()
     assert not error.select(dim, 2).any()
     assert error.gather(1 - dim, weight.abs().argmax(1 - dim, keepdim=True)).max() < 1e-6
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_channels_whose_scale_is_no_number_of_the_dtype_are_zero(weights: str) -> None:
+    """Float16 has nothing between 0 and 6e-8."""
+    weight = torch.ones(2, 3, dtype=torch.float16)
+    weight[1] = torch.tensor([3e-6, 0.0, -3e-6])
+    entry = Input(Value("w", TensorSpec((2, 3), NARROW[weights])), "parameter", "w")
+    scale, narrow = scale_of(weight, 0, entry), quantize(weight, 0, entry)
+    stored = narrow.double() * scale.double()[:, None]
+    assert stored.isfinite().all()
+    assert (stored - weight.double()).abs().max() < 1e-2
+
+
+class Narrow(nn.Module):
+    """A model with a weight of its own in int8, and its scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        whole = torch.randint(-127, 128, (6, 4), dtype=torch.int8, generator=generator)
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.rand(6, generator=generator), requires_grad=False)
+        self.scaled = nn.Parameter(torch.randn(6, 4, generator=generator))
+        self.bias = nn.Parameter(torch.randn(4, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x, self.weight.to(x.dtype)) * self.weight_scale
+        return torch.addmm(self.bias, hidden, self.scaled, beta=0.5, alpha=2.0)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_model_may_have_narrow_weights_of_its_own(weights: str | None) -> None:
+    """They are no part of what is stored narrow, and products that scale what they add are left."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.narrow, self.head = Narrow(), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.head(self.narrow(x))
+            return made
+
+    torch.manual_seed(0)
+    model, x = Both(), torch.randn(8, 4)
+    graph, _ = capture_inference(Loaded(model, {"x": x}), 0, weights)
+    kept = {e.target: e.value.spec.dtype for e in graph.of_kind("parameter")}
+    assert kept["narrow.weight"] == "int8"
+    assert (f"head.weight{SCALE}" in kept) is (weights is not None)
+    assert f"narrow.scaled{SCALE}" not in kept
+    state = state_of(model, graph)
+    assert torch.equal(state["narrow.weight"], model.narrow.weight)
+    found = eager_inference.compare_inference(
+        lambda: Loaded(model, {"x": x}), graph, None, 0, PLAN
+    )
+    assert found.outcome == EQUAL
 
 
 def _silent(text: str) -> None:

@@ -31,7 +31,8 @@ from parloom.ir.graph import (
 # By the name of the flag: torch's name, and the largest value.
 WEIGHTS = MappingProxyType({"int8": ("int8", 127.0), "fp8": ("float8_e4m3fn", 448.0)})
 LARGEST = MappingProxyType(dict(WEIGHTS.values()))
-SCALE = "_scale"  # behind the weight's name
+# Behind the weight's name: no model has a tensor of that name beside the weight.
+SCALE = ".scale"
 
 # Products that are looked at: the place of the weight among their arguments, its dim of output
 # channels, and the place of the bias.
@@ -40,16 +41,17 @@ PRODUCTS = MappingProxyType({"linear": (1, 0, 2), "addmm": (2, 1, 0), "mm": (1, 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A weight that becomes narrow, and its dim of output channels."""
+    """A weight that becomes narrow, its dim of output channels, and the value of its scales."""
 
     weight: Input
     dim: int
     dtype: str
+    scales: str
 
     @property
     def scale(self) -> Input:
-        name, spec = self.weight.value.name + SCALE, self.weight.value.spec
-        value = Value(name, TensorSpec((spec.shape[self.dim],), spec.dtype))
+        spec = self.weight.value.spec
+        value = Value(self.scales, TensorSpec((spec.shape[self.dim],), spec.dtype))
         aliases = tuple(alias + SCALE for alias in self.weight.aliases)
         return replace(self.weight, value=value, target=self.weight.target + SCALE, aliases=aliases)
 
@@ -79,10 +81,15 @@ def quantized(graphs: Sequence[Graph], weights: str | None) -> tuple[Graph, ...]
 def _narrowed(graph: Graph, dims: Mapping[str, int], dtype: str) -> Graph:
     stored: dict[str, _Stored] = {}
     inputs: list[Input] = []
+    names = set(graph.main.specs())
     for entry in graph.inputs:
         inputs.append(entry)
         if entry.target in dims and entry.kind == "parameter":
-            one = stored[entry.value.name] = _Stored(entry, dims[entry.target], dtype)
+            scales = f"{entry.value.name}_scale"
+            while scales in names:
+                scales += "_"
+            names.add(scales)
+            one = stored[entry.value.name] = _Stored(entry, dims[entry.target], dtype, scales)
             inputs[-1:] = one.narrow, one.scale
     body = tuple(made for node in _nodes(graph) for made in _reading(node, stored))
     values = tuple(entry.value for entry in inputs)
@@ -97,7 +104,9 @@ def _nodes(graph: Graph) -> Iterator[Node]:
 
 
 def _channels(graphs: Sequence[Graph]) -> dict[str, int]:
-    """The dim of output channels of floating weights that only products read, all along one."""
+    """The dim of output channels of floating weights that only products read, all along one;
+    products that scale what they add (`beta`, `alpha`) are left as they are.
+    """
     found: dict[str, set[int | None]] = {}
     for graph in graphs:
         targets = {entry.value.name: entry.target for entry in graph.of_kind("parameter")}
@@ -107,7 +116,7 @@ def _channels(graphs: Sequence[Graph]) -> dict[str, int]:
         for node in _nodes(graph):
             place, dim, _ = PRODUCTS.get(node.op, (None, None, None))
             for name in filter(targets.__contains__, node.refs):
-                alone = place is not None and node.args[place] == Ref(name)
+                alone = place is not None and node.args[place] == Ref(name) and not node.kwargs
                 own = dim if alone and node.refs.count(name) == 1 else None
                 found.setdefault(targets[name], set()).add(own)
     specs = {e.target: e.value.spec for graph in graphs for e in graph.of_kind("parameter")}
@@ -151,8 +160,8 @@ def _reading(node: Node, stored: Mapping[str, _Stored]) -> Iterator[Node]:
 
 def without_scales(graph: Graph) -> Graph:
     """The graph without what a model has no tensors of: to look up those that it has."""
-    narrow = {e.target + SCALE for e in graph.inputs if e.value.spec.dtype in LARGEST}
-    return replace(graph, inputs=tuple(e for e in graph.inputs if e.target not in narrow))
+    scales = {name + SCALE for name in _narrow([graph])}
+    return replace(graph, inputs=tuple(e for e in graph.inputs if e.target not in scales))
 
 
 def stored_values(
@@ -192,8 +201,9 @@ def round_weights(model: nn.Module, *graphs: Graph) -> None:
 
 
 def _narrow(graphs: Sequence[Graph]) -> dict[str, Input]:
-    entries = (entry for graph in graphs for entry in graph.of_kind("parameter"))
-    return {entry.target: entry for entry in entries if entry.value.spec.dtype in LARGEST}
+    """The weights that have scales: a model may have others of a narrow dtype."""
+    entries = {entry.target: entry for graph in graphs for entry in graph.of_kind("parameter")}
+    return {name: entry for name, entry in entries.items() if name + SCALE in entries}
 
 
 def _dims(graphs: Sequence[Graph]) -> dict[str, int]:
@@ -210,7 +220,8 @@ def _dims(graphs: Sequence[Graph]) -> dict[str, int]:
 def scale_of(weight: Tensor, dim: int, narrow: Input) -> Tensor:
     """What each output channel is divided by: its largest value becomes the largest there is."""
     largest = weight.abs().amax(1 - dim).to(torch.float64) / LARGEST[narrow.value.spec.dtype]
-    return torch.where(largest > 0, largest, 1.0).to(weight.dtype)
+    scale = largest.to(weight.dtype)  # which may be zero now
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 def quantize(weight: Tensor, dim: int, narrow: Input) -> Tensor:
