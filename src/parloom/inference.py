@@ -50,6 +50,7 @@ from parloom.search.request import Request, ScoredPlan
 
 Say = Callable[[str], None]
 NO_TOKENS = 0  # of a model that is asked for one pass
+REASONS = 3  # why there is no plan, in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     answers, bound_s, status, notes = _answers(captured, decode, bool(pins), progress)
     fitting = [answer for answer in answers if answer.peak_bytes <= limit]
     if not fitting:
-        raise _shortage(captured, answers, limit)
+        raise _shortage(answers, limit, notes)
     best = min(fitting, key=lambda a: (a.answer_s, a.peak_bytes, a.name))
     spec = resolve_cluster(cluster).spec
     plan = _planned(captured, best, answers, spec, limit)
@@ -258,7 +259,7 @@ def _answers(
     say("looking for layouts of prompts")
     other = None if pinned else proposed(prefill, say)
     made: list[_Answer] = []
-    refused = [*found.refused]
+    refused = [*found.refused, *(f"prompts: {why}" for why in (other.refused if other else ()))]
     for pair in pairs(found.found, other.found if other else (), decode, prefill):
         if isinstance(pair, str):
             refused.append(pair)
@@ -326,10 +327,11 @@ def _check_caches(captured: Captured, machine: Machine, limit: int) -> None:
         )
 
 
-def _shortage(captured: Captured, answers: Sequence[_Answer], limit: int) -> InfeasibleError:
-    """What the smallest candidate holds, and how much is missing."""
+def _shortage(answers: Sequence[_Answer], limit: int, refused: Sequence[str]) -> InfeasibleError:
+    """What the smallest candidate holds, and how much is missing; where there is none, why."""
     if not answers:
-        return InfeasibleError("no plan of both programs was found")
+        why = "".join(f"; {reason}" for reason in refused[:REASONS])
+        return InfeasibleError(f"no plan of both programs was found{why}")
     small = min(answers, key=lambda answer: answer.peak_bytes)
     prediction = small.pair.found.prediction
     parts = dict(prediction.memory)

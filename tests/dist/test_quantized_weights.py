@@ -177,9 +177,7 @@ def test_a_model_may_have_narrow_weights_of_its_own(weights: str | None) -> None
     assert f"narrow.scaled{SCALE}" not in kept
     state = state_of(model, graph)
     assert torch.equal(state["narrow.weight"], model.narrow.weight)
-    found = eager_inference.compare_inference(
-        lambda: Loaded(model, {"x": x}), graph, None, 0, PLAN
-    )
+    found = eager_inference.compare_inference(lambda: Loaded(model, {"x": x}), graph, None, 0, PLAN)
     assert found.outcome == EQUAL
 
 

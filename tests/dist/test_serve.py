@@ -58,7 +58,10 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
         ("[1]", "requests.jsonl:1: a request is an object with input_ids"),
         ('{"labels": [1]}', "a request is an object with input_ids"),
         ('{"input_ids": [1, 2]}', r"input_ids has shape \[2\], the plan: \[8\]"),
-        ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 40]}', "input_ids has 40, and there are 40 tokens"),
+        (
+            '{"input_ids": [1, 2, 3, 4, 5, 6, 7, 40]}',
+            "input_ids has 40, and the table that it is a row of has 40",
+        ),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, "a"]}', 'input_ids has "a", and takes whole numbers'),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 1.5]}', "input_ids has 1.5, and takes whole numbers"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, true]}', "has true, and takes whole numbers"),

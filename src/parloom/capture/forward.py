@@ -14,6 +14,7 @@ from parloom.ir.fold import fold
 from parloom.ir.graph import Graph, without_gradients
 from parloom.ir.naming import readable
 from parloom.ir.simplify import without_dead_nodes
+from parloom.ir.stages import operands
 
 LABELS = "labels"
 
@@ -51,12 +52,7 @@ def asked_of(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def without_unread(graph: Graph) -> Graph:
     """The graph without entries of the batch that nothing reads."""
-    read = {name for item in graph.main.body for name in _operands(item)} | {*graph.main.outputs}
+    read = {name for item in graph.main.body for name in operands(item)} | {*graph.main.outputs}
     inputs = tuple(i for i in graph.inputs if i.kind != "batch" or i.value.name in read)
     main = replace(graph.main, inputs=tuple(i.value for i in inputs))
     return replace(graph, inputs=inputs, main=main)
-
-
-def _operands(item: object) -> tuple[str, ...]:
-    found: tuple[str, ...] = getattr(item, "refs", ())
-    return found

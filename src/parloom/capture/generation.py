@@ -115,6 +115,8 @@ def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
     given: dict[str, Any] = {TOKENS: prompts.to("meta"), "use_cache": True}
+    # The last token is not read again: its position is there because a prompt and its tokens
+    # together divide over devices more often than all but one of them do.
     length, kinds = prompts.shape[1] + new_tokens, {CACHE: own}
     if has_encoder(model):
         length, kinds = new_tokens, {CACHE: own, CROSS: crossed}

@@ -119,7 +119,14 @@ def _check_samples(graph: Graph) -> None:
     dims = sample_dims(factorize(graph))
     one = all(entry.value.spec.shape[:1] == (1,) for entry in entries)
     if not entries or (not one and any(dims.get(entry.target) != 0 for entry in entries)):
-        raise InputError("requests are samples, and this model's inputs do not begin with them")
+        other = [
+            f"{e.target} {list(e.value.spec.shape)}" for e in entries if dims.get(e.target) != 0
+        ]
+        raise InputError(
+            "requests are samples, and this model's inputs do not begin with them"
+            f" ({', '.join(other) or 'it has none of the batch'}); give the model inputs whose"
+            " first dim is that of samples"
+        )
     if not graph.of_kind(CACHE):
         output_samples(graph)
 
@@ -154,7 +161,7 @@ def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tenso
         if not fits:
             raise InputError(f"{where} has {json.dumps(leaf)[:40]}, and takes {SAID[kind]}")
         if rows is not None and not 0 <= leaf < rows:
-            raise InputError(f"{where} has {leaf}, and there are {rows} tokens")
+            raise InputError(f"{where} has {leaf}, and the table that it is a row of has {rows}")
     try:
         found = torch.tensor(given, dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
