@@ -485,7 +485,7 @@ class Reading:
 
     def _conv1d(self, term: Term) -> Any:
         how = list(term.args[3:])
-        key = 0 if how == [1, 0] else 1 + self._number(term.op, *how)
+        key = 0 if not how else 1 + self._number(term.op, *how)
         name = "conv" if term.op == "conv1d" and how[3:] in ([], [1]) else "sums"
         made = FUNCTIONS[name](key, *map(self.term, term.args[:2]))
         return self._biased(made, term, "add_channel")

@@ -30,8 +30,9 @@ PRODUCT, ANY_PRODUCT = (Operator(name, 2, plain()) for name in ("mm", "matmul"))
 SOFTMAX = Operator("softmax", 1, along())
 SUM, MEAN = (Operator(name, 1, sums) for name in ("sum", "mean"))
 LOOK = Operator("embedding", 2, plain(), looks=True)
-CONVOLUTION = Operator("conv1d", 2, plain(None, 1, 0))
-POOL = Operator("avg_pool1d", 1, plain(2))
+# As captured programs have them.
+CONVOLUTION = Operator("conv1d", 2, plain())
+POOL = Operator("avg_pool1d", 1, plain((2,), (2,)))
 
 FAMILIES = (
     Family(
