@@ -252,15 +252,19 @@ def test_weights_that_lie_beside_each_other_are_read_in_place(beside: bool) -> N
         torch.testing.assert_close(one, other)
 
 
-def test_fixed_weights_are_read_as_one_under_a_compiler() -> None:
-    """Where no gradient is wanted, a function of autograd would be traced without its context."""
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_are_read_as_one_under_a_compiler_without_gradients(trained: bool) -> None:
+    """A function of autograd would be traced without its context: of fixed weights, and of trained
+    ones in a forward pass alone.
+    """
     torch.manual_seed(0)
     x, whole = torch.randn(5, 4), torch.randn(10, 4)
-    parts = (whole[:3], whole[3:])
+    parts = tuple(part.requires_grad_(trained) for part in (whole[:3], whole[3:]))
 
     def merged(x: Tensor) -> tuple[Tensor, ...]:
         return linears(x, parts, in_place=("weights",))
 
-    found = torch.compile(merged, backend="eager", fullgraph=True)(x)
+    with torch.no_grad():
+        found = torch.compile(merged, backend="eager", fullgraph=True)(x)
     for one, part in zip(found, parts, strict=True):
         torch.testing.assert_close(one, torch.nn.functional.linear(x, part))

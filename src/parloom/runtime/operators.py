@@ -411,8 +411,8 @@ def _rows_of(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
 
 def _joined(parts: tuple[Tensor, ...], in_place: bool) -> Tensor:
     """Rows of several tensors as one; `in_place` where the store has laid them so."""
-    # A function of autograd is traced without its context where none wants a gradient.
-    if not any(part.requires_grad for part in parts):
+    # A function of autograd is traced without its context where there are no gradients.
+    if not (torch.is_grad_enabled() and any(part.requires_grad for part in parts)):
         return _rows_of(parts, in_place)
     whole: Tensor = _Joined.apply(in_place, *parts)  # type: ignore[no-untyped-call]
     return whole
