@@ -293,7 +293,7 @@ def test_any_flows_of_a_chain_are_followed() -> None:
             tuple(Operator(n, (Variant("v", latencies[n]),)) for n in names),
             tuple(Edge(a, b, {"": 0.0}) for a, b in pairwise(["s", *names])),
             workers,
-            {pair: Link() for pair in product(range(3), repeat=2)},
+            {pair: Link() for pair in product(range(3), range(3))},
             two_way=True,
         )
         loads = tuple(
@@ -305,7 +305,7 @@ def test_any_flows_of_a_chain_are_followed() -> None:
         for (a, b), own in zip(pairwise(names), pairs, strict=True):
             flows += [
                 flow_of(workflow, a, b, 0, pair, float(own[pair]))
-                for pair in product(range(3), repeat=2)
+                for pair in product(range(3), range(3))
             ]
         routed = routes(Plan(workflow, "", dict.fromkeys(names, "v"), loads, tuple(flows)), EVEN)
         for (a, b), own in zip(pairwise(names), pairs, strict=True):
