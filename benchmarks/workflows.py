@@ -2,7 +2,8 @@
 
 Run as `python benchmarks/workflows.py [--out F]`. Each shipped example is planned by every method;
 vqa, whose file has no latency bound, once with one. Random instances of up to eight operators are
-compared with enumeration; large ones are drawn as in the tests. Exit code 1 where one is not equal.
+compared with enumeration; large ones are drawn as in the tests, and are to end within 1 % of the
+bound in 60 s. Exit code 1 where one of the former is not equal, or one of the latter does not.
 """
 
 import argparse
@@ -76,6 +77,11 @@ def scale(kind: str, seed: int) -> dict[str, Any]:
     return {"kind": kind, "seed": seed, "usd_per_h": plan.usd_per_h, "gap": plan.gap, **seconds}
 
 
+def misses(row: dict[str, Any]) -> bool:
+    """Whether a large instance ended above the gap, or late."""
+    return bool(row["gap"] > LARGE_GAP * (1 + SAME) or row["seconds"] > LARGE_S)
+
+
 def unequal(count: int) -> list[int]:
     """Seeds of random instances for which enumeration finds another cost, or one alone a plan."""
     found = []
@@ -127,7 +133,7 @@ def main() -> int:
         wrong,
     )
     print()
-    print("30 operators, 200 workers: within 1%, at most 60 s")
+    print("30 operators, 200 workers")
     document["large"] = []
     for kind in LARGE:
         for seed in range(1, asked.seeds + 1):
@@ -135,9 +141,12 @@ def main() -> int:
             document["large"].append(row)
             print(f"  {kind}, seed {seed}: gap {row['gap']:.2%} in {row['seconds']:.1f} s", end="")
             print(f" ({row['cpu_s']:.1f} CPU s), {row['usd_per_h']:.3f} $/h", flush=True)
+    missed = [f"{row['kind']}, seed {row['seed']}" for row in document["large"] if misses(row)]
+    within = len(document["large"]) - len(missed)
+    print(f"{within} of {len(document['large'])} within {LARGE_GAP:.0%} in {LARGE_S:.0f} s", missed)
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return int(bool(wrong))
+    return int(bool(wrong or missed))
 
 
 if __name__ == "__main__":

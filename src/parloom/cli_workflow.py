@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from parloom.errors import InfeasibleError, InputError
 from parloom.report.output import show_json
 from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.examples import path_of
-from parloom.workflow.model import Workflow
+from parloom.workflow.model import Traffic, Workflow
 from parloom.workflow.plan import Plan
 from parloom.workflow.read import load, models
 
@@ -25,13 +24,6 @@ Asked = Callable[[Workflow], Workflow]
 workflow_app = typer.Typer(
     no_args_is_help=True, help="Serve a workflow of models over workers from edge to cloud."
 )
-
-
-class Traffic(StrEnum):
-    """Whether messages may go back to a lower tier."""
-
-    ONE_WAY = "one-way"
-    TWO_WAY = "two-way"
 
 
 File = Annotated[
@@ -48,8 +40,6 @@ Gap = Annotated[
 Seconds = Annotated[
     float | None, typer.Option(metavar="S", min=0, help="End with the best plan after S seconds.")
 ]
-
-
 Latency = Annotated[
     str | None, typer.Option(metavar="TIME", help="The latency_bound, in place of the file's.")
 ]

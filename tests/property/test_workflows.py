@@ -1,7 +1,9 @@
 """The cheapest plan of a workflow is what enumeration finds, and its bound proves it."""
 
 from dataclasses import replace
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from parloom.errors import InfeasibleError
@@ -9,11 +11,12 @@ from parloom.workflow import fixing
 from parloom.workflow.accuracy import best_accuracy
 from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.exact import cheapest
-from parloom.workflow.model import Variant, Workflow
-from parloom.workflow.plan import Plan
+from parloom.workflow.model import Edge, Link, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.plan import Plan, flow_of, load_of
 from parloom.workflow.program import Program
 from parloom.workflow.simulate import play
 from parloom.workflow.solve import solve
+from parloom.workflow.tiers import Routed, routes
 from tests.workflows import accurate, drawn, least_dollars, rate
 
 # Workflows that are drawn, and of how many every one is enumerated here; the benchmark takes all.
@@ -230,3 +233,85 @@ def test_simulated_rates_and_times_are_the_planned_ones() -> None:
     assert played_some > 10
     assert compared > 12
     assert unequal > 1
+
+
+EVEN = (np.arange(20_000) + 0.5) / 20_000
+"""Places of requests, evenly over [0, 1)."""
+
+
+def pair_shares(before: Routed, after: Routed, num_tiers: int) -> dict[tuple[int, int], float]:
+    """Of all requests, by the tiers they come from and go to."""
+    return {
+        (a, b): float(((before.tier == a) & (after.tier == b)).mean())
+        for a, b in product(range(num_tiers), repeat=2)
+    }
+
+
+def test_requests_go_from_tier_to_tier_as_the_flows_say() -> None:
+    """Of operators with one input, all pairs of tiers; where branches meet, the shares of tiers."""
+    spread = 0
+    for seed in range(60):
+        plan = planned(drawn(seed, 4))
+        if plan is None:
+            continue
+        workflow, routed = plan.workflow, routes(plan, EVEN)
+        for operator in workflow.order:
+            name, inputs = operator.name, workflow.inputs(operator.name)
+            shares = dict.fromkeys(range(len(workflow.tiers)), 0.0)
+            for load in plan.loads_of(name):
+                tier = workflow.worker(load.worker).tier
+                shares[tier] += load.rate_per_s / workflow.rates[name]
+            seen = {tier: float((routed[name].tier == tier).mean()) for tier in shares}
+            assert seen == pytest.approx(shares, abs=1e-3), (seed, name)
+            if len(inputs) == 1:
+                producer = inputs[0].producer
+                wanted = dict.fromkeys(product(shares, repeat=2), 0.0)
+                for flow in plan.flows_of(producer, name):
+                    wanted[flow.sender, flow.receiver] += flow.rate_per_s / workflow.rates[name]
+                pairs = pair_shares(routed[producer], routed[name], len(shares))
+                assert pairs == pytest.approx(wanted, abs=1e-3), (seed, name)
+                spread += sum(share > 0 for share in wanted.values()) > 1
+    assert spread >= 5
+
+
+def test_any_flows_of_a_chain_are_followed() -> None:
+    """Flows that are drawn. Negative control: one place for all operators is seen to differ."""
+    other = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        pairs = rng.dirichlet(np.full(9, 0.5), 3).reshape(3, 3, 3)
+        for step in (1, 2):  # what comes into a tier goes out of it
+            pairs[step] *= (pairs[step - 1].sum(0) / pairs[step].sum(1))[:, None]
+        shares = [pairs[0].sum(1), *(own.sum(0) for own in pairs)]
+        names = [f"o{step}" for step in range(4)]
+        workers = tuple(Worker(f"{n}{t}", t, 1.0) for n in names for t in range(3))
+        latencies = {n: {f"{n}{t}": 0.01 for t in range(3)} for n in names}
+        workflow = Workflow(
+            "n",
+            ("a", "b", "c"),
+            (Source("s", 1.0),),
+            tuple(Operator(n, (Variant("v", latencies[n]),)) for n in names),
+            tuple(Edge(a, b, {"": 0.0}) for a, b in pairwise(["s", *names])),
+            workers,
+            {pair: Link() for pair in product(range(3), range(3))},
+            two_way=True,
+        )
+        loads = tuple(
+            load_of(workflow, (n, "v", f"{n}{t}"), 1, float(own[t]))
+            for n, own in zip(names, shares, strict=True)
+            for t in range(3)
+        )
+        flows = [flow_of(workflow, "s", "o0", 0, (0, t), float(shares[0][t])) for t in range(3)]
+        for (a, b), own in zip(pairwise(names), pairs, strict=True):
+            flows += [
+                flow_of(workflow, a, b, 0, pair, float(own[pair]))
+                for pair in product(range(3), range(3))
+            ]
+        routed = routes(Plan(workflow, "", dict.fromkeys(names, "v"), loads, tuple(flows)), EVEN)
+        for (a, b), own in zip(pairwise(names), pairs, strict=True):
+            seen = pair_shares(routed[a], routed[b], 3)
+            assert seen == pytest.approx({p: own[p] for p in seen}, abs=2e-3), (seed, a, b)
+            ends = np.cumsum(shares[names.index(b)])
+            same = np.minimum(np.searchsorted(ends, routed[a].place), 2)
+            other += bool((same != routed[b].tier).mean() > 0.01)
+    assert other > 60

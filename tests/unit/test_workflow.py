@@ -1,5 +1,6 @@
 """Workflow files, their faults, the published figures, queues and the `workflow` command."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -8,15 +9,22 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parloom import cli
 from parloom.errors import InfeasibleError, InputError
+from parloom.workflow import beam, exact
 from parloom.workflow.answer import Method, plan_workflow
+from parloom.workflow.exact import cheapest
 from parloom.workflow.examples import path_of
+from parloom.workflow.fixing import solve_fixed
+from parloom.workflow.model import Edge, Link, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.plan import Plan
 from parloom.workflow.profiles import Profile, profile_text, read_profile
 from parloom.workflow.read import load, models, read_workflow
+from parloom.workflow.solve import Found
 from tests.workflows import SMALL, small
 
 # --- published figures --------------------------------------------------------------------------
@@ -98,6 +106,11 @@ def test_the_format_of_published_numbers_has_fixed_units() -> None:
         ("to: report, size: 1kB", "to: report, size: {fast: 1kB}", "missing key 'good'"),
         ("rule: product", "rule: profiles", "needs an accuracy"),
         ("rule: product, floor", "rule: sum, floor", "unknown rule 'sum'"),
+        (
+            "name: small",
+            "traffic: oneway",
+            "small.yaml:1:10: traffic: unknown traffic 'oneway'; did you mean 'one-way' or",
+        ),
         ("count: 3", "count: 0", "expected a whole number >= 1"),
         ("floor: 75%", "floor: 175%", "more than 100%"),
         ("box: 20ms", "box: 0ms", "is no time at all"),
@@ -217,6 +230,121 @@ def test_faults_of_a_file_are_told_before_models_are_timed(
     file.write_text(text.replace(old, new), encoding="utf-8")
     with pytest.raises(InputError, match=message):
         models(file, worker)
+
+
+# --- the search ---------------------------------------------------------------------------------
+
+
+def test_a_plan_that_is_there_is_kept_when_the_solver_says_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workflow = replace(small(), latency_s=0.06)
+    plan = cheapest(workflow)
+    assert plan is not None
+    nothing = Found(None, float("inf"), float("inf"), infeasible=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(exact, "solve_fixed", lambda *args: nothing)
+        assert cheapest(workflow) is None
+        kept = cheapest(workflow, start=plan)
+    assert kept is not None
+    assert (kept.usd_per_h, kept.bound_usd_per_h) == (plan.usd_per_h, 0.0)
+    answers = [solve_fixed, lambda *args: nothing]
+
+    def next_answer(*args: Any) -> Found:
+        return answers.pop(0)(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exact, "solve_fixed", next_answer)
+        patch.setattr(exact, "best_is_proved", lambda *args: False)
+        patch.setattr(exact, "_add_lines", lambda program, found, *off: len(answers) == 1)
+        kept = cheapest(workflow)
+    assert not answers
+    assert kept is not None
+    assert kept.usd_per_h == pytest.approx(plan.usd_per_h)
+    assert kept.bound_usd_per_h is not None
+    assert 0 < kept.bound_usd_per_h <= kept.usd_per_h
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_solving_again_is_said_where_it_is_done(
+    added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    solved: list[bool] = []
+
+    def counted(*args: Any) -> Found:
+        solved.append(True)
+        return solve_fixed(*args)
+
+    monkeypatch.setattr(exact, "solve_fixed", counted)
+    monkeypatch.setattr(exact, "best_is_proved", lambda *args: len(solved) == 2)
+    monkeypatch.setattr(exact, "_add_lines", lambda *args: added)
+    assert cheapest(small(), progress=said.append) is not None
+    assert len(solved) == 1 + added
+    assert sum("solving again" in line for line in said) == added
+
+
+def narrow(most_per_s: float) -> Workflow:
+    """15 requests per second of 1 MB, for two boxes of the edge or a cheap worker of the cloud."""
+    operators = (Operator("look", (Variant("only", {"box": 0.1, "gpu": 0.05}),)),)
+    workers = Worker("box", 0, 3.0, 2), Worker("gpu", 1, 1.0)
+    links = {(0, 1): Link(bytes_per_s=1e6 * most_per_s)}
+    edges = (Edge("s", "look", {"": 1e6}),)
+    return Workflow("n", ("edge", "cloud"), (Source("s", 15.0),), operators, edges, workers, links)
+
+
+@pytest.mark.parametrize(("most_per_s", "dollars"), [(15.0, 1.0), (5.0, 4.0), (4.0, 6.0)])
+def test_jellybean_sends_no_more_than_links_carry(most_per_s: float, dollars: float) -> None:
+    for method in (Method.JELLYBEAN, Method.EXACT):
+        plan = plan_workflow(narrow(most_per_s), method)
+        assert plan.usd_per_h == pytest.approx(dollars)
+
+
+def test_jellybean_takes_the_next_assignment_where_messages_of_one_cannot_flow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[float] = []
+
+    def failing(*args: Any, **named: Any) -> Plan | None:
+        plan = exact.routed(*args, **named)
+        assert plan is not None
+        tried.append(plan.usd_per_h)
+        return plan if len(tried) == 3 else None
+
+    monkeypatch.setattr(beam, "routed", failing)
+    plan = beam.jellybean(load(path_of("example:vqa")))
+    assert plan is not None
+    assert tried == sorted(tried)
+    assert plan.usd_per_h == tried[2] > tried[0]
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "workflows.py"
+
+
+@pytest.mark.parametrize(
+    ("gap", "seconds", "code"), [(0.01, 59.0, 0), (0.0183, 59.0, 1), (0.01, 63.0, 1)]
+)
+def test_the_benchmark_fails_where_a_large_instance_misses_what_it_is_held_to(
+    gap: float,
+    seconds: float,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = importlib.util.spec_from_file_location("benchmark_of_workflows", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    figures = {"gap": gap, "seconds": seconds, "cpu_s": seconds, "usd_per_h": 1.0}
+    monkeypatch.setattr(benchmark, "instances", list)
+    monkeypatch.setattr(benchmark, "unequal", lambda count: [])
+    monkeypatch.setattr(
+        benchmark, "scale", lambda kind, seed: {"kind": kind, "seed": seed, **figures}
+    )
+    monkeypatch.setattr(sys, "argv", ["workflows.py", "--seeds", "1"])
+    assert benchmark.main() == code
+    assert f"{0 if code else 3} of 3 within 1% in 60 s" in capsys.readouterr().out
 
 
 # --- the command --------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import pytest
 
 from parloom import cli
 from parloom.workflow.answer import plan_workflow
-from parloom.workflow.exact import in_time
+from parloom.workflow.exact import in_time, routed
 from parloom.workflow.examples import names, path_of
-from parloom.workflow.model import Edge, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.model import Edge, Link, Operator, Source, Variant, Worker, Workflow
+from parloom.workflow.plan import Plan
 from parloom.workflow.queueing import balanced, tangent, wait_s
 from parloom.workflow.read import load
 from parloom.workflow.simulate import _waits, expected, play
@@ -165,6 +166,85 @@ def test_messages_that_come_together_wait_for_each_other() -> None:
     plan = plan_workflow(workflow)
     played = play(plan, 60_000)
     assert played.operators_s["b"] == pytest.approx(plan.operator_s("b"), rel=0.03)
+
+
+def chain() -> Plan:
+    """Two operators, in tiers a and b and in tiers b and c; no link leads from b to c."""
+    operators = (
+        Operator("first", (Variant("only", {"in a": 0.01, "in b": 0.02}),)),
+        Operator("second", (Variant("only", {"also b": 0.01, "in c": 0.02}),)),
+    )
+    edges = Edge("s", "first", {"": 0.0}), Edge("first", "second", {"": 0.0})
+    workers = tuple(
+        Worker(name, tier, 1.0)
+        for name, tier in (("in a", 0), ("in b", 1), ("also b", 1), ("in c", 2))
+    )
+    links = {(0, 1): Link(latency_s=1.0), (0, 2): Link(latency_s=2.0)}
+    workflow = Workflow(
+        "n", ("a", "b", "c"), (Source("s", 10.0),), operators, edges, workers, links
+    )
+    variants = {"first": "only", "second": "only"}
+    rates = {
+        ("first", "only", "in a"): 6.0,
+        ("first", "only", "in b"): 4.0,
+        ("second", "only", "also b"): 6.0,
+        ("second", "only", "in c"): 4.0,
+    }
+    plan = routed(workflow, variants, dict.fromkeys(rates, 1), rates)
+    assert plan is not None
+    return plan
+
+
+def test_messages_of_a_chain_go_where_the_flows_say() -> None:
+    plan = chain()
+    assert {(f.sender, f.receiver) for f in plan.flows_of("first", "second")} == {
+        (0, 1),
+        (0, 2),
+        (1, 1),
+    }
+    played = play(plan, 100_000)
+    assert played.latency_s == pytest.approx(expected(plan).latency_s, rel=0.01)
+    assert played.end_to_end_s == pytest.approx(expected(plan).end_to_end_s, rel=0.01)
+    for own in plan.loads:
+        seen = played.utilizations[own.operator, own.worker]
+        assert seen == pytest.approx(own.utilization, rel=0.02)
+
+
+def test_a_message_without_a_link_is_a_fault_of_the_simulation() -> None:
+    plan = chain()
+    unlinked = replace(plan, workflow=replace(plan.workflow, links={(0, 1): Link()}))
+    with pytest.raises(RuntimeError, match="goes from 'a' to 'c', between which there is no link"):
+        play(unlinked, 1000)
+    kept = tuple(flow for flow in plan.flows if (flow.sender, flow.receiver) != (1, 1))
+    with pytest.raises(RuntimeError, match="no flow for requests that are in tier 1"):
+        play(replace(plan, flows=kept), 1000)
+
+
+def test_the_first_tenth_of_a_run_is_in_no_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of the first tenth come a tenth as fast as they should."""
+    plan = plan_workflow(replace(small(), latency_s=0.06))
+
+    class Slow:
+        def __init__(self, rng: np.random.Generator) -> None:
+            self.rng = rng
+
+        def exponential(self, mean: float, size: int) -> np.ndarray:
+            drawn = self.rng.exponential(mean, size)
+            drawn[: size // 10] *= 10
+            return drawn
+
+        def random(self, size: int) -> np.ndarray:
+            return self.rng.random(size)
+
+    drawn_from = np.random.default_rng
+    with monkeypatch.context() as patch:
+        patch.setattr(np.random, "default_rng", lambda seed: Slow(drawn_from(seed)))
+        slow = play(plan, 60_000)
+    usual = play(plan, 60_000)
+    assert slow.rate_per_s == pytest.approx(40, rel=0.02)
+    assert slow.rate_per_s == pytest.approx(usual.rate_per_s, rel=1e-3)
+    for key, share in usual.utilizations.items():
+        assert slow.utilizations[key] == pytest.approx(share, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", names())

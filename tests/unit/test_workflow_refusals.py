@@ -83,7 +83,26 @@ def test_more_workers_are_told_that_keep_the_latency_bound() -> None:
         workflow = replace(busy, sources=(Source("frames", rate),), latency_s=bound)
         assert in_time(plan_workflow(with_more(workflow, refusal(workflow))))
     error = refusal(replace(busy, sources=(Source("frames", 120.0),), latency_s=0.01))
-    assert "would carry it, but not within the latency bound" in str(error)
+    assert "would carry it, but not within the latency bound, and no more workers" in str(error)
+
+
+@pytest.mark.parametrize(("latency_s", "more"), [(0.103, 15), (0.1003, 150), (0.10003, None)])
+def test_many_times_the_workers_are_told_where_they_would_be_in_time(
+    latency_s: float, more: int | None
+) -> None:
+    """One worker, 9 requests per second of 100 ms."""
+    operators = (Operator("a", (Variant("only", {"w": 0.1}),)),)
+    edges, sources = (Edge("s", "a", {"": 0.0}),), (Source("s", 9.0),)
+    workers = (Worker("w", 0, 1.0),)
+    workflow = Workflow("n", ("t",), sources, operators, edges, workers, {}, latency_s=latency_s)
+    error = refusal(workflow)
+    if more is None:
+        assert "no more workers would be in time, up to 1000 times those that" in str(error)
+        return
+    assert error.document["more_workers"] == {"w": more}
+    assert in_time(plan_workflow(with_more(workflow, error)))
+    fewer = replace(workflow, workers=(Worker("w", 0, 1.0, more),))
+    refusal(fewer)
 
 
 def test_what_is_expected_is_told_where_it_is_below_the_bound_of_waits() -> None:

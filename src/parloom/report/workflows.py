@@ -20,7 +20,7 @@ def plan_document(plan: Plan, whole: Expected, search_s: float) -> dict[str, Any
     return {
         "workflow": workflow.name,
         "method": plan.method,
-        "traffic": _traffic(workflow),
+        "traffic": workflow.traffic.value,
         "usd_per_h": plan.usd_per_h,
         "workers_usd_per_h": plan.workers_usd_per_h,
         "traffic_usd_per_h": plan.traffic_usd_per_h,
@@ -77,10 +77,6 @@ def _load_document(workflow: Workflow, load: Load) -> dict[str, Any]:
     }
 
 
-def _traffic(workflow: Workflow) -> str:
-    return "two-way" if workflow.two_way else "one-way"
-
-
 def _in_time(plan: Plan) -> bool | None:
     return None if plan.workflow.latency_s is None else in_time(plan)
 
@@ -89,7 +85,10 @@ def _assumptions(workflow: Workflow) -> list[str]:
     ends = [tuple(workflow.tiers[tier] for tier in pair) for pair in workflow.unused_links]
     return [
         *workflow.assumed,
-        *(f"traffic is one-way: the link from {a!r} to {b!r} is not used" for a, b in ends),
+        *(
+            f"traffic is {workflow.traffic}: the link from {a!r} to {b!r} is not used"
+            for a, b in ends
+        ),
     ]
 
 
@@ -97,7 +96,7 @@ def plan_screen(plan: Plan, whole: Expected, next_command: str) -> RenderableTyp
     """What is deployed where, what it costs, and what it reaches."""
     workflow = plan.workflow
     lines: list[RenderableType] = [
-        Text(f"{workflow.name}: {plan.method}, {_traffic(workflow)} traffic")
+        Text(f"{workflow.name}: {plan.method}, {workflow.traffic} traffic")
     ]
     lines += [Text(_cost_words(plan)), *map(Text, _reached(plan, whole))]
     lines += [Text(""), _workers_table(plan), Text(""), _flows_table(plan)]

@@ -5,9 +5,10 @@ variants cost least by themselves, among those that can still reach the accuracy
 of these workers: for up to ten topological orders, operator by operator, from the highest tier of
 its inputs up to each tier in turn; in those tiers by a greedy cover: the cheapest worker of the
 lowest tier that can carry what is left, else the one with the least dollars per request, its
-messages included. The cheapest partial assignments are kept, and the cheapest answer wins; of equal
-ones the more accurate. Messages never go down, whatever the workflow allows, and latency bounds are
-not looked at. `width` 1 is a greedy planner.
+messages included. A tier takes from each tier of an input its share, as far as links are wide
+enough. The cheapest partial assignments are kept, and the cheapest answer whose messages can flow
+wins; of equal ones the more accurate. Messages never go down, whatever the workflow allows, and
+latency bounds are not looked at. `width` 1 is a greedy planner.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ from parloom.workflow.plan import Plan
 from parloom.workflow.program import HOUR_S, Place
 
 WIDTH, ORDERS = 10, 10
+Pair = tuple[int, int]
+"""The tiers of a sender and a receiver."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class _State:
     left: Mapping[str, int]
     tiers: Mapping[str, Mapping[int, float]]
     """Of sources and operators: shares of the rate by tier."""
+    bytes_per_s: Mapping[Pair, float]
+    """Of the messages of each link."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What reaches one tier: dollars an hour of one request per second, its bytes by link, and the
+    most requests per second for which links have room.
+    """
+
+    usd_per_h: float
+    num_bytes: Mapping[Pair, float]
+    most_per_s: float
 
 
 def jellybean(
@@ -44,12 +60,15 @@ def jellybean(
         for variants in _variants(workflow, width)
         for state in _assignments(workflow, variants, width, orders)
     ]
-    if not found:
-        return None
-    least = min(usd for usd, *_ in found) * (1 + SOLVED)
-    same = [one for one in found if one[0] <= least]
-    _, _, variants, state = min(same, key=lambda one: one[1])
-    return routed(workflow, variants, state.counts, state.rates, method=method)
+    while found:
+        least = min(usd for usd, *_ in found) * (1 + SOLVED)
+        for one in sorted((one for one in found if one[0] <= least), key=lambda one: one[1]):
+            _, _, variants, state = one
+            plan = routed(workflow, variants, state.counts, state.rates, method=method)
+            if plan is not None:
+                return plan
+        found = [one for one in found if one[0] > least]
+    return None
 
 
 def _variants(workflow: Workflow, width: int) -> list[dict[str, str]]:
@@ -85,6 +104,7 @@ def _assignments(
         {},
         {worker.name: worker.count for worker in workflow.workers},
         {source.name: {source.tier: 1.0} for source in workflow.sources},
+        {},
     )
     seen: set[tuple[tuple[Place, float], ...]] = set()
     for order in islice(_orders(workflow), orders):
@@ -131,33 +151,33 @@ def _placed(
     lowest = max(max(state.tiers[edge.producer]) for edge in edges)
     for highest in range(lowest, len(workflow.tiers)):
         tiers = range(lowest, highest + 1)
-        sent = _sent_usd(workflow, state, operator, edges, tiers)
+        reached = ((tier, _sent(workflow, state, edges, tier)) for tier in tiers)
+        sent = {tier: own for tier, own in reached if own is not None}
         taken = _cover(workflow, state, operator, variant, sent)
-        if taken is None:
-            continue
-        yield _with(workflow, state, operator, variant, sent, taken)
+        if taken is not None:
+            yield _with(workflow, state, operator, variant, sent, taken)
 
 
-def _sent_usd(
-    workflow: Workflow, state: _State, operator: Operator, edges: tuple[Edge, ...], tiers: range
-) -> dict[int, float]:
-    """Dollars an hour of messages to each tier, of one request per second there."""
-    found: dict[int, float] = {}
-    for tier in tiers:
-        total = 0.0
-        for edge in edges:
-            variant = _variant_of(state, edge.producer)
-            for sender, share in state.tiers[edge.producer].items():
-                link = workflow.link(sender, tier)
-                if link is None:
-                    break
-                total += share * edge.size(variant) * link.usd_per_byte * HOUR_S
-            else:
-                continue
-            break
-        else:
-            found[tier] = total
-    return found
+def _sent(workflow: Workflow, state: _State, edges: tuple[Edge, ...], tier: int) -> _Sent | None:
+    """What reaches a tier of each input's tiers; None where a link is missing."""
+    usd = 0.0
+    num_bytes: dict[Pair, float] = {}
+    for edge in edges:
+        size = edge.size(_variant_of(state, edge.producer))
+        for sender, share in state.tiers[edge.producer].items():
+            link = workflow.link(sender, tier)
+            if link is None:
+                return None
+            usd += share * size * link.usd_per_byte * HOUR_S
+            pair = sender, tier
+            num_bytes[pair] = num_bytes.get(pair, 0.0) + share * size
+    rooms = [float("inf")]
+    for pair, own in num_bytes.items():
+        link = workflow.link(*pair)
+        assert link is not None
+        if own > 0:
+            rooms.append((link.bytes_per_s - state.bytes_per_s.get(pair, 0.0)) / own)
+    return _Sent(usd, num_bytes, max(0.0, min(rooms)))
 
 
 def _variant_of(state: _State, name: str) -> str:
@@ -169,37 +189,42 @@ def _cover(
     state: _State,
     operator: Operator,
     variant: Variant,
-    sent: Mapping[int, float],
+    sent: Mapping[int, _Sent],
 ) -> list[tuple[Worker, float]] | None:
     """Workers, one by one with their rates, until the operator's rate is carried."""
     whole = rest = workflow.rates[operator.name]
+    room = {tier: own.most_per_s for tier, own in sent.items()}
     free = []
     for name, latency in variant.latency_s.items():
         worker = workflow.worker(name)
         if worker.tier in sent and state.left[name]:
             # Dollars per request of a worker that is busy all the time.
-            free.append((worker.usd_per_h * latency + sent[worker.tier], worker, latency))
+            usd = worker.usd_per_h * latency + sent[worker.tier].usd_per_h
+            free.append((usd, worker, latency))
     free.sort(key=lambda one: (one[0], one[0] / one[2]))
     left = {worker.name: state.left[worker.name] for _, worker, _ in free}
     taken: list[tuple[Worker, float]] = []
     while rest > ROUNDING * whole:
+        free = [one for one in free if left[one[1].name] and room[one[1].tier] > ROUNDING * whole]
         if not free:
             return None
         lowest = min(worker.tier for _, worker, _ in free)
         alone = [
-            (worker.usd_per_h + rest * sent[lowest], -latency, worker, latency)
+            (worker.usd_per_h + rest * sent[lowest].usd_per_h, -latency, worker, latency)
             for _, worker, latency in free
-            if worker.tier == lowest and rest * latency <= 1 + ROUNDING
+            if worker.tier == lowest
+            and rest * latency <= 1 + ROUNDING
+            and rest <= room[lowest] * (1 + ROUNDING)
         ]
         if alone:
             _, _, worker, latency = min(alone, key=lambda one: one[:2])
         else:
             _, worker, latency = free[0]
-        taken.append((worker, min(rest, 1 / latency)))
-        rest -= 1 / latency
+        carried = min(rest, 1 / latency, room[worker.tier])
+        taken.append((worker, carried))
+        rest -= carried
+        room[worker.tier] -= carried
         left[worker.name] -= 1
-        if not left[worker.name]:
-            free = [one for one in free if one[1] is not worker]
     return taken
 
 
@@ -208,11 +233,12 @@ def _with(
     state: _State,
     operator: Operator,
     variant: Variant,
-    sent: Mapping[int, float],
+    sent: Mapping[int, _Sent],
     taken: list[tuple[Worker, float]],
 ) -> _State:
     counts, rates, left = dict(state.counts), dict(state.rates), dict(state.left)
     shares: dict[int, float] = {}
+    num_bytes = dict(state.bytes_per_s)
     usd = state.usd_per_h
     for worker, rate in taken:
         place = operator.name, variant.name, worker.name
@@ -221,5 +247,7 @@ def _with(
         left[worker.name] -= 1
         part = rate / workflow.rates[operator.name]
         shares[worker.tier] = shares.get(worker.tier, 0.0) + part
-        usd += worker.usd_per_h + rate * sent[worker.tier]
-    return _State(usd, counts, rates, left, {**state.tiers, operator.name: shares})
+        usd += worker.usd_per_h + rate * sent[worker.tier].usd_per_h
+        for pair, each in sent[worker.tier].num_bytes.items():
+            num_bytes[pair] = num_bytes.get(pair, 0.0) + rate * each
+    return _State(usd, counts, rates, left, {**state.tiers, operator.name: shares}, num_bytes)

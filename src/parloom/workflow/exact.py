@@ -32,7 +32,8 @@ def cheapest(
 ) -> Plan | None:
     """The cheapest plan within `gap` of its bound, or the best when time or Ctrl-C ends it.
 
-    None where there is none; `start` is a plan to begin with, and the answer where none is better.
+    None where there is none; `start` is a plan to begin with, and the answer where none is better,
+    or where the solver says that there is none at all.
     """
     program = Program(workflow, COST)
     ends = None if seconds is None else time.monotonic() + seconds
@@ -42,8 +43,8 @@ def cheapest(
     for _ in range(MOST_ROUNDS):
         left = None if ends is None else ends - time.monotonic()
         found = solve_fixed(program.lp, program.counts.values(), gap, left, begin)
-        if found.infeasible:
-            return None
+        if found.infeasible:  # wrong where there is a plan: no bound either
+            break
         bound = max(bound, found.bound)
         plan = _polished(program, found, gap) if found.values is not None else None
         if plan is not None and _is_better(plan, best):
@@ -51,9 +52,9 @@ def cheapest(
         stopped = found.interrupted or (ends is not None and time.monotonic() >= ends)
         if stopped or found.values is None or best_is_proved(best, bound, gap):
             break
-        progress(f"at least {bound:.4f} $/h; waits are longer than laid out, solving again")
         if not _add_lines(program, found):
             break
+        progress(f"at least {bound:.4f} $/h; waits are longer than laid out, solving again")
         begin = None
     if best is None:
         if found.interrupted:
@@ -228,10 +229,8 @@ def _columns(program: Program, plan: Plan) -> dict[int, float]:
         place = load.operator, load.variant, load.worker
         if place not in program.counts:
             return {}
-        tier, share = (
-            plan.workflow.worker(load.worker).tier,
-            load.rate_per_s / plan.workflow.rates[load.operator],
-        )
+        tier = plan.workflow.worker(load.worker).tier
+        share = load.rate_per_s / plan.workflow.rates[load.operator]
         values[program.counts[place]] = float(load.count)
         part = program.parts[load.operator, load.variant, tier]
         values[part] = values.get(part, 0.0) + share

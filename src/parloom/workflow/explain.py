@@ -13,6 +13,10 @@ from parloom.workflow.program import BUSIEST, Goal, Program
 from parloom.workflow.simulate import expected
 from parloom.workflow.solve import Found, solve
 
+SPARE, MOST_SPARE = 10, 1000
+"""Times the workers that carry a rate: so many are asked for first, and at most, to be in time."""
+NO_MORE = f"no more workers would be in time, up to {MOST_SPARE} times those that carry the rate"
+
 
 def check_accuracy(workflow: Workflow) -> None:
     """Raise `InfeasibleError` where no variants reach the floor."""
@@ -66,14 +70,19 @@ def _too_fast(workflow: Workflow, share: float) -> None:
     late = _more_workers(unbounded) if workflow.latency_s is not None else None
     if late is not None:
         would = f"{_listed(workflow, late)} would carry it, but not within the latency bound"
-        raise InfeasibleError(f"{message}; {would}", document)
+        raise InfeasibleError(f"{message}; {would}, and {NO_MORE}", document)
     raise InfeasibleError(f"{message}; no more workers and no single link would", document)
 
 
 def _more_workers(workflow: Workflow) -> dict[str, int] | None:
-    """Workers beyond those that are there, with which there is a plan; None where there is none."""
-    program, found, _ = refined(workflow, Goal(more_workers=True), SOLVED / 10)
-    return None if found.values is None else _beyond(workflow, program, found)
+    """Workers beyond those that are there, with which there is a plan; None where there is none
+    with `MOST_SPARE`.
+    """
+    for times in (SPARE, MOST_SPARE) if workflow.latency_s is not None else (1,):
+        program, found, _ = refined(workflow, Goal(more_workers=times), SOLVED / 10)
+        if found.values is not None:
+            return _beyond(workflow, program, found)
+    return None
 
 
 def _beyond(workflow: Workflow, program: Program, found: Found) -> dict[str, int]:
@@ -126,7 +135,7 @@ def _too_slow(workflow: Workflow, most_s: float, share: float) -> None:
             f" (expected are {format_seconds(found)}: queues behind other workers are shorter)"
         )
     more = _more_workers(workflow)
-    message += f"; {_listed(workflow, more)} would" if more else "; no more workers would"
+    message += f"; {_listed(workflow, more)} would" if more else f"; {NO_MORE}"
     document = {"latency_bound_s": most_s, "least_latency_s": least}
     raise InfeasibleError(
         message, {**document, "expected_latency_s": found, "more_workers": more or None}

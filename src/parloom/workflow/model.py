@@ -25,6 +25,13 @@ class Rule(StrEnum):
     TABLE = "table"
 
 
+class Traffic(StrEnum):
+    """Whether messages may go back to a lower tier."""
+
+    ONE_WAY = "one-way"
+    TWO_WAY = "two-way"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Requests that enter the workflow in one tier."""
@@ -232,6 +239,10 @@ class Workflow:
             if operator.name in found:
                 found |= {edge.producer for edge in self.inputs(operator.name)}
         return frozenset(found) & {operator.name for operator in self.operators}
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic.TWO_WAY if self.two_way else Traffic.ONE_WAY
 
     def link(self, sender: int, receiver: int) -> Link | None:
         """What carries messages between two tiers; None where none may go."""

@@ -25,8 +25,6 @@ BUSIEST = 0.999
 """The most that a worker is busy where there is a latency bound: a wait of 500 latencies."""
 MOST_DIVISORS = 12
 LEAST_PART = 1e-3
-SPARE = 10
-"""So many times the workers that carry a rate may be asked for where it is to be in time."""
 Place = tuple[str, str, str]
 """An operator, its variant, and a type of workers."""
 Part = tuple[str, str, int]
@@ -40,12 +38,13 @@ class Goal:
     """What is made small: dollars (by default), latency, or less of the rates left out (`scale`,
     whose waits are not looked at).
 
-    `more_workers`: the dollars of workers beyond those that are there, instead of all dollars.
+    `more_workers`: the dollars of workers beyond those that are there, instead of all dollars; with
+    a latency bound, up to so many times the workers that carry the rate.
     """
 
     latency: bool = False
     scale: bool = False
-    more_workers: bool = False
+    more_workers: int = 0
 
 
 COST = Goal()
@@ -122,7 +121,7 @@ class Program:
             enough = math.ceil(1 / capacity * (1 - ROUNDING))
             most = worker.count if self.timed else min(worker.count, enough)
             if self.goal.more_workers:
-                most = enough * SPARE if self.timed else enough
+                most = enough * self.goal.more_workers if self.timed else enough
             count = self.lp.column(self.paid(worker.usd_per_h), high=float(most), integer=True)
             self.counts[operator.name, variant.name, name] = count
             tiers.setdefault(worker.tier, {})[count] = min(capacity, 1.0)

@@ -129,7 +129,7 @@ def _accuracy(section: Section, operators: tuple[Operator, ...]) -> tuple[Accura
     rows = tuple(name for name in section.named() if name != "floor")
     floor = section.parse("floor", PERCENT)
     at = section.at(section.get("floor"))
-    first = _named(section, rows[0], operators) if rows else None
+    first = _named(rows[0], operators) if rows else None
     if first is None:
         raise section.error(section.node, "accuracy: expected rows by variant of an operator")
     table: dict[tuple[str, ...], float] = {}
@@ -151,7 +151,7 @@ def _accuracy(section: Section, operators: tuple[Operator, ...]) -> tuple[Accura
     return Accuracy(Rule.TABLE, floor, (first.name, second.name), table), at
 
 
-def _named(section: Section, variant: str, operators: tuple[Operator, ...]) -> Operator | None:
+def _named(variant: str, operators: tuple[Operator, ...]) -> Operator | None:
     return next((o for o in operators if any(v.name == variant for v in o.variants)), None)
 
 

@@ -28,6 +28,7 @@ from parloom.workflow.model import (
     Rule,
     Sample,
     Source,
+    Traffic,
     Variant,
     Worker,
     Workflow,
@@ -36,7 +37,6 @@ from parloom.workflow.profiles import read_profile
 from parloom.workflow.published import is_published, read_published
 
 MOST_BYTES = MIB
-TRAFFIC = ("one-way", "two-way")
 Latencies = Mapping[tuple[str, str], Mapping[str, float]]
 """By operator and variant: seconds by worker."""
 
@@ -115,7 +115,7 @@ def _described(root: Section, to_come: Latencies | None = None) -> Workflow:
         _links(root, tiers),
         accuracy,
         root.parse("latency_bound", units.parse_service_s) if bounded else None,
-        _traffic(root) == "two-way",
+        _traffic(root) is Traffic.TWO_WAY,
         Positions(
             floor,
             rates.at(rates.key(rates.names()[0])),
@@ -134,13 +134,10 @@ def _tiers(root: Section) -> tuple[str, ...]:
     return tiers
 
 
-def _traffic(root: Section) -> str:
-    traffic = root.text_or("traffic", TRAFFIC[0])
-    if traffic not in TRAFFIC:
-        raise root.error(
-            root.get("traffic"), f"traffic: unknown {traffic!r}{nearest(traffic, TRAFFIC)}"
-        )
-    return traffic
+def _traffic(root: Section) -> Traffic:
+    if not root.has("traffic"):
+        return Traffic.ONE_WAY
+    return Traffic(known(root, "traffic", "traffic", [way.value for way in Traffic]))
 
 
 def _tier(section: Section, key: str, tiers: tuple[str, ...]) -> int:

@@ -3,10 +3,11 @@
 Requests come as a Poisson process. Each keeps one number drawn from [0, 1), which says whether it
 is among those that a ratio below one lets through, and another, which says how many messages it has
 where a ratio is above one, so that a join gets all its inputs of the same request. Its tier at each
-operator is drawn by one number, too, the low tiers first: no message goes another way than the
-flows say. In the tier it goes to a worker at random, by the rates
-of the plan, waits there in order of arrival, and is served in the variant's latency. Links pass
-messages side by side.
+operator is drawn by the flows from its tier before (`tiers`). In the tier it goes to a worker at
+random, by the rates of the plan, waits there in order of arrival, and is served in the variant's
+latency. Links pass messages side by side. Only where several inputs that are spread over tiers meet
+may a message have to go from one tier to another between which there is no link: it then takes the
+mean time of the flows into its tier.
 
 A network without loops needs no list of events: operators are played in order, each worker's
 departures follow from its arrivals (Lindley): end_k = max(arrival_k, end_(k-1)) + latency.
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,8 @@ from parloom.errors import InputError
 from parloom.workflow.model import Edge, Workflow
 from parloom.workflow.plan import Load, Plan
 from parloom.workflow.smoothing import smoothed
+from parloom.workflow.tiers import Times, Whole, routes
 
-Times = NDArray[np.float64]
-Whole = NDArray[np.int64]
 Queue = Callable[[Times, float, Load, np.random.Generator], Times]
 WARM_UP = 0.1
 FEW = 500
@@ -46,7 +46,7 @@ class Played:
 
     requests: int
     rate_per_s: float
-    """Results that the slowest operator without readers hands out."""
+    """Results that the slowest operator without readers hands out after their first tenth."""
     latency_s: float
     """Of the plan's slowest path, waits for other inputs of joins left out: as the plan has it."""
     end_to_end_s: float
@@ -55,16 +55,15 @@ class Played:
     p99_s: float
     operators_s: Mapping[str, float]
     utilizations: Mapping[tuple[str, str], float]
-    """By operator and worker, while requests came."""
+    """By operator and worker: service of those requests, of the time in which they came."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """Messages of one operator: the request of each, when it is done, its tier."""
+    """Messages of one operator: the request of each, and when it is done."""
 
     request: Whole
     done: Times
-    tier: Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,11 @@ def play(
     rng = np.random.default_rng(seed)
     starts = np.cumsum(rng.exponential(1 / workflow.fastest_per_s, requests))
     kept, where, more = rng.random(requests), rng.random(requests), rng.random(requests)
+    routed = routes(plan, where)
     streams: dict[str, _Stream] = {}
     for source in workflow.sources:
         sent = np.flatnonzero(kept < workflow.messages[source.name].present)
-        streams[source.name] = _Stream(sent, starts[sent], np.full(len(sent), source.tier))
+        streams[source.name] = _Stream(sent, starts[sent])
     spent: dict[str, float] = {}
     edges: dict[tuple[str, str], float] = {}
     busy: dict[tuple[str, str], float] = {}
@@ -138,19 +138,18 @@ def play(
         request = np.repeat(np.arange(requests), number)
         index = np.arange(len(request)) - np.repeat(np.cumsum(number) - number, number)
         loads = plan.loads_of(name)
-        tier = _tiers(plan, loads, where[request])
+        tier = routed[name].tier[request]
         arrival = np.zeros(len(request))
-        warm = request >= WARM_UP * requests
+        warm = request >= _first_warm(requests)
         for edge in workflow.inputs(name):
-            came, on_its_way = _arrivals(
-                plan, edge, streams[edge.producer], request, index, number, tier
-            )
+            on_its_way = _on_its_way_s(plan, edge, routed[edge.producer].tier[request], tier)
+            parent = _parents(streams[edge.producer], request, index, number)
             edges[edge.producer, name] = float(on_its_way[warm].mean())
-            arrival = np.maximum(arrival, came)
+            arrival = np.maximum(arrival, streams[edge.producer].done[parent] + on_its_way)
         queue = _waits if waits is None else partial(_drawn_waits, waits)
-        done = _served(plan, loads, arrival, tier, rng, busy, float(starts[-1]), queue)
+        done = _served(plan, loads, arrival, tier, warm, rng, busy, queue)
         spent[name] = float((done - arrival)[warm].mean())
-        streams[name] = _Stream(request, done, tier)
+        streams[name] = _Stream(request, done)
     return _measured(plan, starts, streams, spent, edges, busy)
 
 
@@ -171,47 +170,45 @@ def sized(workflow: Workflow, requests: int) -> int:
     return min(max(requests, least), most)
 
 
+def _first_warm(count: int) -> int:
+    """The first of so many that is not of the first tenth."""
+    return math.ceil(WARM_UP * count)
+
+
 def _number(mean: float, drawn: Times) -> Whole:
     """Messages of each request that has some: the whole number below the mean, or one more."""
     whole = int(mean)
     return whole + (drawn < mean - whole).astype(np.int64)
 
 
-def _tiers(plan: Plan, loads: tuple[Load, ...], where: Times) -> Whole:
-    """The tier of each message, in the plan's shares."""
-    rates: dict[int, float] = {}
-    for load in loads:
-        tier = plan.workflow.worker(load.worker).tier
-        rates[tier] = rates.get(tier, 0.0) + load.rate_per_s
-    tiers = sorted(rates)
-    edges = np.cumsum([rates[tier] for tier in tiers]) / sum(rates.values())
-    position = np.minimum(np.searchsorted(edges, where, side="right"), len(tiers) - 1)
-    return np.asarray(tiers)[position]
-
-
-def _arrivals(
-    plan: Plan,
-    edge: Edge,
-    stream: _Stream,
-    request: Whole,
-    index: Whole,
-    number: Whole,
-    tier: Whole,
-) -> tuple[Times, Times]:
-    """When each message of an edge arrives, and how long it was on its way."""
+def _parents(stream: _Stream, request: Whole, index: Whole, number: Whole) -> Whole:
+    """Of each message, which one of the producer's it is made of."""
     first = np.searchsorted(stream.request, np.arange(len(number)))
     sent = np.append(first[1:], len(stream.request)) - first
-    # The k-th of n messages is made of the producer's request at the same place among its own.
-    parent = first[request] + index * sent[request] // number[request]
+    # The k-th of n messages is made of the producer's at the same place among its request's.
+    return np.asarray(first[request] + index * sent[request] // number[request])
+
+
+def _on_its_way_s(plan: Plan, edge: Edge, sender: Whole, receiver: Whole) -> Times:
+    """How long each message of an edge takes from tier to tier."""
+    workflow = plan.workflow
     size = edge.size(plan.variants.get(edge.producer, ""))
-    seconds = np.zeros(len(request))
-    for sender in np.unique(stream.tier):
-        for receiver in np.unique(tier):
-            link = plan.workflow.link(int(sender), int(receiver))
-            between = (stream.tier[parent] == sender) & (tier == receiver)
-            if link is not None:
-                seconds[between] = link.seconds(size)
-    return stream.done[parent] + seconds, seconds
+    seconds = np.zeros(len(sender))
+    for pair in product(np.unique(sender).tolist(), np.unique(receiver).tolist()):
+        between = (sender == pair[0]) & (receiver == pair[1])
+        if not between.any():
+            continue
+        link = workflow.link(*pair)
+        if link is not None:
+            seconds[between] = link.seconds(size)
+            continue
+        into = [f for f in plan.flows_of(edge.producer, edge.consumer) if f.receiver == pair[1]]
+        if len(workflow.inputs(edge.consumer)) == 1 or not into:
+            ends = " to ".join(repr(workflow.tiers[tier]) for tier in pair)
+            raise RuntimeError(f"a message goes from {ends}, between which there is no link")
+        whole = sum(flow.rate_per_s for flow in into)
+        seconds[between] = sum(flow.time_s * flow.rate_per_s for flow in into) / whole
+    return seconds
 
 
 def _served(
@@ -219,12 +216,14 @@ def _served(
     loads: tuple[Load, ...],
     arrival: Times,
     tier: Whole,
+    warm: NDArray[np.bool_],
     rng: np.random.Generator,
     busy: dict[tuple[str, str], float],
-    span_s: float,
     queue: Queue,
 ) -> Times:
-    """When each message is done, by the worker that it is sent to."""
+    """When each message is done, by the worker that it is sent to; `busy` gets the seconds of
+    service that each worker gives to warm ones.
+    """
     done = np.zeros(len(arrival))
     drawn = rng.random(len(arrival))
     for level in np.unique(tier):
@@ -242,8 +241,8 @@ def _served(
             order = messages[np.argsort(arrival[messages], kind="stable")]
             done[order] = arrival[order] + queue(arrival[order], service, load, rng) + service
             key = load.operator, load.worker
-            share = len(order) * service / span_s / load.count
-            busy[key] = busy.get(key, 0.0) + share
+            seconds = int(warm[messages].sum()) * service
+            busy[key] = busy.get(key, 0.0) + seconds / load.count
     return done
 
 
@@ -285,13 +284,18 @@ def _measured(
         stream = streams[sink]
         np.maximum.at(last, stream.request, stream.done)
         wanted = plan.workflow.rates[sink]
-        rates.append((len(stream.done) / float(stream.done.max()) / wanted, sink))
+        done = np.sort(stream.done)
+        first = _first_warm(len(done))
+        seconds = float(done[-1] - done[first - 1])
+        rates.append(((len(done) - first) / seconds / wanted, sink))
     slowest = min(rates)
     path = plan.path
     latency = sum(spent[name] for name in path[1:])
     latency += sum(edges[pair] for pair in pairwise(path))
     seen = np.flatnonzero(last > 0)
-    seen = seen[seen >= WARM_UP * requests]
+    first = _first_warm(requests)
+    span_s = float(starts[-1] - starts[first - 1])
+    seen = seen[seen >= first]
     whole = last[seen] - starts[seen]
     parts = [part.mean() for part in np.array_split(whole, PARTS)]
     return Played(
@@ -302,5 +306,5 @@ def _measured(
         float(np.std(parts, ddof=1) / np.sqrt(PARTS)),
         float(np.quantile(whole, 0.99)),
         dict(spent),
-        dict(busy),
+        {key: seconds / span_s for key, seconds in busy.items()},
     )
