@@ -9,7 +9,7 @@ Place = tuple[int, ...]
 Way = tuple[Place, ...]
 
 
-def ways(shape: Sequence[int]) -> Iterator[Way]:
+def ways_through(shape: Sequence[int]) -> Iterator[Way]:
     """Ways through a box of places other than row by row, none twice."""
     seen: set[Way] = set()
     sides = [index for index, size in enumerate(shape) if size > 1]
