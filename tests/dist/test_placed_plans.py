@@ -91,7 +91,11 @@ def test_what_no_placement_makes_faster_than_the_best_is_left(placed: tuple[Plan
     found = place(request, own)
     left = place(request, own, found.least_ps)
     assert (left.plan, left.num_simulated) == (own, 0)
-    assert (found.plan, found.num_simulated) == (own, 0)  # it is there already
+    assert (found.plan, found.num_simulated) == (own, 0)
+    # Nor is one that is as fast already, wherever it lies.
+    mesh = Mesh(plan.decisions.mesh.axes)
+    fast = SimulatedPlan(with_mesh(plan.decisions, mesh), own.prediction)
+    assert place(request, fast).num_simulated == 0
 
 
 def test_an_order_is_read_back_and_proved(placed: tuple[Plan, Path]) -> None:
