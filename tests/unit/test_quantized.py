@@ -164,11 +164,11 @@ def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
     assert tried > 2
 
 
-class Streams(TorchDispatchMode):
+class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Kernels that run, and bytes that they read and write; views and empty tensors are none."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = self.launches = 0
 
     def __torch_dispatch__(
