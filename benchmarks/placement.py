@@ -17,6 +17,7 @@ from parloom import api
 from parloom.comparators.baselines import RULES, layouts
 from parloom.comparators.configuration import Configuration
 from parloom.cost.ledger import ledger
+from parloom.cost.links import GRID, neighbor_bytes_per_s
 from parloom.execute.machine import machine_for
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
@@ -69,9 +70,8 @@ def loads(request: Request, decisions: Decisions, mesh: Mesh) -> dict[str, float
     busy = ledger(timeline, pcg, cluster).busy
     found = {}
     for level in cluster.levels:
-        rate = level.link.payload_bytes_per_s
-        if level.fabric in ("ring", "line"):
-            rate /= 2  # to one of both neighbors
+        on_grid = level.fabric in GRID
+        rate = neighbor_bytes_per_s(level) if on_grid else level.link.payload_bytes_per_s
         found[level.name] = busy.get(level.name, 0) / 1e12 * rate / 1e9
     return found
 

@@ -18,13 +18,14 @@ from common import report
 from numpy.typing import NDArray
 
 from parloom.cost.clusters import load_cluster
+from parloom.cost.exchanges import Asked
 from parloom.cost.walk import Walker
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 from parloom.search.placements import placements
+from parloom.search.placing import patterns_of
 
 SLICE = "TPU-v5e:2x4"
 KINDS, SIZES, WEIGHTS = ("all_reduce", "all_to_all"), (1e4, 1e8), 1000
-Asked = tuple[str, tuple[str, ...], float]
 
 
 def mesh_of(cluster: Cluster, sizes: list[int]) -> Mesh:
@@ -54,7 +55,7 @@ def row_of(text: str) -> dict[str, object]:
     over = list(dict.fromkeys([*((name,) for name in plain.names), plain.names]))
     asked = [(kind, axes, size) for kind in KINDS for axes in over for size in SIZES]
     started = time.process_time()
-    found = placements(plain, cluster, tuple((kind, axes) for kind in KINDS for axes in over))
+    found = placements(plain, cluster, patterns_of(asked))
     spent = time.process_time() - started
     ours = seconds(cluster, found, asked)
     orders = (Mesh(plain.axes, order) for order in permutations(range(cluster.num_devices)))

@@ -17,6 +17,7 @@ from parloom.ir.plan import (
     Aim,
     Alternative,
     Constraint,
+    Decisions,
     Objective,
     Plan,
     Prediction,
@@ -195,13 +196,18 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         found.status,
         aim=aim_of(request, best, found.aim_bound),
     )
-    padded = changes_tensors(best.decisions.rewrites)
-    placed = not all(stage.mesh.is_nested for stage in best.decisions.stages)
-    if (choice.bound_s or found.aim_bound) and (padded or placed):
-        why = UNBOUND if padded else PLACED
+    why = why_unbound(best.decisions)
+    if why and (choice.bound_s or found.aim_bound):
         notes, aim = (f"{best.name}: {why}", *notes), aim_of(request, best, None)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes, aim=aim)
     return choice
+
+
+def why_unbound(decisions: Decisions) -> str | None:
+    """Why what a search proved is not of such a plan, if it is not."""
+    if changes_tensors(decisions.rewrites):
+        return UNBOUND
+    return None if all(stage.mesh.is_nested for stage in decisions.stages) else PLACED
 
 
 def aim_of(request: Request, plan: ScoredPlan, bound: float | None) -> Aim | None:

@@ -13,6 +13,7 @@ from parloom.capture.inference import capture_inference
 from parloom.capture.load import full_name
 from parloom.capture.quantized import WEIGHTS
 from parloom.capture.ranges import Ranges, ranges_of
+from parloom.choose import why_unbound
 from parloom.complete import assumed
 from parloom.cost.clusters import resolve_cluster
 from parloom.cost.units import bytes_up, format_bytes, format_seconds
@@ -228,6 +229,9 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     spec = resolve_cluster(cluster).spec
     plan = _planned(captured, best, answers, spec, limit)
     known = assumed(machine, plan.decisions, captured.graph, limit)
+    why = why_unbound(best.pair.found.decisions) or why_unbound(best.pair.prefill)
+    if bound_s and why:
+        bound_s, notes = None, (f"{best.name}: {why}", *notes)
     value, bound = best.answer_s, bound_s
     if objective == Objective.THROUGHPUT:
         count = captured.samples * max(1, captured.new_tokens)

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from parloom import api, cli
+from parloom import api, cli, inference
 from parloom.candidates import Candidates, of_search
 from parloom.choose import ORDERED, PLACED, best_of
 from parloom.cost.clusters import load_cluster, presets, resolve_cluster
@@ -21,10 +21,11 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 from parloom.ir.text import parse_graph
+from parloom.objectives import proposed as of_method
 from parloom.report.page.network import network_view
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import Placed, place, with_mesh
-from parloom.search.request import Request
+from parloom.search.request import Request, Say
 from parloom.search.searched import Searched
 from tests.unit.pages import side_of
 
@@ -90,7 +91,11 @@ def test_what_no_placement_makes_faster_than_the_best_is_left(placed: tuple[Plan
     found = place(request, own)
     left = place(request, own, found.least_ps)
     assert (left.plan, left.num_simulated) == (own, 0)
-    assert found.plan.step_ps <= own.step_ps
+    assert (found.plan, found.num_simulated) == (own, 0)
+    # Nor is one that is as fast already, wherever it lies.
+    mesh = Mesh(plan.decisions.mesh.axes)
+    fast = SimulatedPlan(with_mesh(plan.decisions, mesh), own.prediction)
+    assert place(request, fast).num_simulated == 0
 
 
 def test_an_order_is_read_back_and_proved(placed: tuple[Plan, Path]) -> None:
@@ -170,6 +175,30 @@ def test_auto_proposes_it_and_its_bound_is_of_other_meshes(placed: tuple[Plan, P
     assert any(PLACED in note for note in choice.notes)
     assert ORDERED in choice.notes
     assert best_of(request, Candidates((first,), (), 1e-6, None), print).bound_s == 1e-6
+
+
+def test_no_bound_is_of_a_placed_plan_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `choose` drops it; the same plan where it lies by default keeps it."""
+    captured = api.capture_inference("zoo:mlp", batch=64, progress=print)
+    bounds, notes = [], []
+    for order in ((), (0, 2, 4, 6, 7, 5, 3, 1)):
+
+        def one(request: Request, say: Say, order: tuple[int, ...] = order) -> Candidates:
+            (found,) = of_method(request, say).found
+            (stage,) = found.decisions.stages
+            moved = replace(stage, mesh=replace(stage.mesh, order=order))
+            own = replace(found, decisions=replace(found.decisions, stages=(moved,)))
+            return Candidates((own,), bound_s=1e-9)
+
+        monkeypatch.setattr(inference, "proposed", one)
+        plan = api.search_inference(
+            captured, cluster=SLICE, devices=8, method="data_parallel", progress=print
+        )
+        assert plan.aim is not None
+        bounds.append(plan.aim.bound)
+        notes.append(any(PLACED in note for note in plan.notes))
+    assert bounds == [1e-9, None]
+    assert notes == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parloom import api
 from parloom.cost.clusters import load_cluster
+from parloom.cost.quantized import Quantized
 from parloom.cost.simulate import simulate
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.ir.graph import Graph
@@ -19,6 +23,7 @@ from parloom.ir.step_program import step_program
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions
 from parloom.quantization import BLOCK, INT8, QUANTIZED, in_blocks, payload_bytes
+from parloom.runtime import quantized as runtime
 from parloom.search.meshes import logical_meshes
 from parloom.search.stream_bound import least_step_ps
 from tests.property.searched import ADAM, context_of, random_graph
@@ -157,6 +162,76 @@ def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
         tried += 1
         assert bound <= simulate(pcg, cluster, plan, ADAM).step_ps * (1 + 1e-9)
     assert tried > 2
+
+
+class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Kernels that run, and bytes that they read and write; views and empty tensors are none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = self.launches = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in ("empty", "empty_like", "new_empty"):
+            return found
+        read = [] if name == "new_zeros" else [x for x in args if isinstance(x, torch.Tensor)]
+        self.num_bytes += sum(x.nbytes for x in (*read[name == "copy_" :], found))
+        # It copies, and then fills the copy.
+        self.launches += 2 if name == "masked_fill" else 1
+        return found
+
+
+class Counted:
+    """Kernels that say what they stream: bytes, and launches."""
+
+    def stream_s(self, num_bytes: int, launches: int) -> tuple[int, int]:
+        return num_bytes, launches
+
+
+class Sent:
+    """A group whose messages are what was there before; `before` is what ran until the last."""
+
+    size, index = 4, 0
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.before: list[tuple[int, int]] = []
+
+    def all_to_all(self, *_: torch.Tensor) -> "Sent":
+        self.before.append((self.streams.num_bytes, self.streams.launches))
+        return self
+
+    all_gather = all_to_all
+
+    def wait(self) -> None:
+        """It is there."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_kernels_are_those_that_the_runtime_runs(kind: str, dtype: torch.dtype) -> None:
+    """Counted while it runs: launches exactly, bytes but for those of scales."""
+    ranks, share = 4, 64 * BLOCK
+    mine, rows = torch.ones(share, dtype=dtype), torch.ones(ranks, share, dtype=dtype)
+    arguments = {"all_gather": (rows, mine), "reduce_scatter": (mine, rows)}
+    with Streams() as streams:
+        sent = Sent(streams)
+        run = getattr(runtime.Quantized(sent), kind)  # type: ignore[arg-type]
+        run(*arguments.get(kind, (rows.view(-1),))).wait()
+    before, after = sent.before[0], (streams.num_bytes, streams.launches)
+    prices = Quantized(None, Counted(), grid({"x": ranks}))  # type: ignore[arg-type]
+    coding = prices.coding(kind, ("x",), ranks * share, dtype.itemsize)
+    for found, there in (
+        (coding.encode_s, before),
+        (coding.decode_s, tuple(b - a for a, b in zip(before, after, strict=True))),
+    ):
+        num_bytes, launches = cast("tuple[int, int]", found)
+        assert launches == there[1]
+        assert num_bytes == pytest.approx(there[0], 0.02)
 
 
 # Two devices on a slow link, and many samples: gradients are the least that is sent.

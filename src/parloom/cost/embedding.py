@@ -20,15 +20,19 @@ from parloom.ir.mesh import Cluster, Mesh
 
 # Loads are sums of halves and of shares of a group: equal ones are equal to so many digits.
 DIGITS = 9
+PATTERNS = RING, SHIFT, ROW, PAIRS = "ring", "shift", "row", "pairs"
+"""How collectives go through their groups; see `Embedding`."""
+_OTHERS = MappingProxyType({"shift": SHIFT, "halo_exchange": ROW, "all_to_all": PAIRS})
 
 
-WAYS = MappingProxyType({"shift": "shift", "halo_exchange": "row", "all_to_all": "pairs"})
-"""The pattern of an embedding by kind of collective; the others go around rings."""
+def pattern_of(kind: str) -> str:
+    """The pattern of a kind of collectives."""
+    return _OTHERS.get(kind, RING)
 
 
-def goes_along(kinds: Collection[str]) -> bool:
-    """Whether some of these kinds of collectives may go dimension by dimension."""
-    return any(WAYS.get(kind, "ring") in ("ring", "pairs") for kind in kinds)
+def goes_along(patterns: Collection[str]) -> bool:
+    """Whether collectives of some of these patterns may go dimension by dimension."""
+    return RING in patterns or PAIRS in patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +79,16 @@ class Embedding:
     pairs: Pattern
     along: tuple[Along, ...]
 
-    def amounts(self, kinds: Collection[str]) -> tuple[float, ...]:
-        """All numbers that prices of these kinds of collectives grow with, in an order that is the
-        same for equal `kind`.
+    def amounts(self, patterns: Collection[str]) -> tuple[float, ...]:
+        """All numbers that prices of collectives of these patterns grow with, in an order that is
+        the same for equal `kind`.
         """
         found: list[float] = []
-        for name in ("ring", "shift", "row", "pairs"):
-            if any(WAYS.get(kind, "ring") == name for kind in kinds):
+        for name in PATTERNS:
+            if name in patterns:
                 pattern: Pattern = getattr(self, name)
                 found += (*pattern.loads, pattern.hops)
-        for one in self.along if goes_along(kinds) else ():
+        for one in self.along if goes_along(patterns) else ():
             found += (*one.ring, *one.pair, *one.every)
         return tuple(found)
 
@@ -133,40 +137,49 @@ def groups_of(mesh: Mesh, axes: Sequence[str]) -> Ints:
     return found
 
 
+def transfers(pattern: str, groups: Ints) -> tuple[list[tuple[Ints, Ints]], float]:
+    """Which devices of groups [..., group, member] send to which, and so many bytes each for each
+    byte that `pattern` counts: there, and back where neighbors send both ways.
+    """
+    if pattern == PAIRS:
+        source, target = np.broadcast_arrays(groups[..., :, None], groups[..., None, :])
+        return [(source, target)], 1 / (groups.shape[-1] - 1)
+    after = np.roll(groups, -1, axis=-1)
+    if pattern == SHIFT:
+        return [(groups, after)], 1.0
+    if pattern == ROW:
+        groups, after = groups[..., :-1], after[..., :-1]
+    return [(groups, after), (after, groups)], 0.5 if pattern == RING else 1.0
+
+
+def one_after_other(pattern: str, steps: Ints) -> Floats:
+    """How many links `pattern` passes one after the other, of those that each of its first
+    `transfers` passes.
+    """
+    if pattern == PAIRS:
+        count, size, _ = steps.shape[-3:]
+        found = steps.sum(axis=(-1, -2, -3)) / (count * size * (size - 1))
+    elif pattern == RING:
+        found = (steps.sum(axis=-1) - steps.min(axis=-1)).max(axis=-1)
+    else:
+        found = steps.max(axis=(-1, -2))
+    return np.asarray(found, dtype=np.float64)
+
+
 def embedding_of(groups: Ints, cluster: Cluster) -> Embedding:
     """What groups [group, member] of devices of a torus put on its links."""
-    after = np.roll(groups, -1, axis=1)
-    edges = groups.ravel(), after.ravel()
-    halves = np.full(2 * groups.size, 0.5)
-    both = np.concatenate(edges), np.concatenate(edges[::-1])
-    steps = hops(cluster, *edges).reshape(groups.shape)
-    around = float((steps.sum(axis=1) - steps.min(axis=1)).max())
-    ring = _pattern(cluster, *both, halves, around)
-    shift = _pattern(cluster, *edges, np.ones(groups.size), float(steps.max()))
-    beside = groups[:, :-1].ravel(), groups[:, 1:].ravel()
-    rows = np.concatenate(beside), np.concatenate(beside[::-1])
-    row = _pattern(cluster, *rows, np.ones(len(rows[0])), float(steps[:, :-1].max()))
-    pairs, along = _pairs(groups, cluster), tuple(_along(groups, cluster))
-    return Embedding(groups.shape[1], ring, shift, row, pairs, along)
+    ring, shift, row, pairs = (_pattern(name, groups, cluster) for name in PATTERNS)
+    return Embedding(groups.shape[1], ring, shift, row, pairs, tuple(_along(groups, cluster)))
 
 
-def _pattern(cluster: Cluster, source: Ints, target: Ints, amount: Floats, links: float) -> Pattern:
-    most = [0.0] * len(cluster.levels)
-    sent = [0.0] * len(cluster.levels)
-    for load in loads(cluster, source, target, amount):
-        most[load.level] = max(most[load.level], load.most)
-        sent[load.level] += float(load.amounts.sum()) / cluster.num_devices
-    return Pattern(_rounded(most), _rounded(sent), round(links, DIGITS))
-
-
-def _pairs(groups: Ints, cluster: Cluster) -> Pattern:
-    """Everybody to everybody."""
-    count, size = groups.shape
-    source = np.repeat(groups, size, axis=1).ravel()
-    target = np.tile(groups, (1, size)).ravel()
-    amount = np.full(len(source), 1 / (size - 1))
-    between = float(hops(cluster, source, target).sum()) / (count * size * (size - 1))
-    return _pattern(cluster, source, target, amount, between)
+def _pattern(name: str, groups: Ints, cluster: Cluster) -> Pattern:
+    sent, amount = transfers(name, groups)
+    source, target = (np.concatenate([ends[side].ravel() for ends in sent]) for side in (0, 1))
+    carried = loads(cluster, source, target, np.full(len(source), amount))
+    most = [float(on_links.max()) for on_links in carried]
+    means = [float(on_links.sum()) / cluster.num_devices for on_links in carried]
+    passed = float(one_after_other(name, hops(cluster, *sent[0])))
+    return Pattern(_rounded(most), _rounded(means), round(passed, DIGITS))
 
 
 def _along(groups: Ints, cluster: Cluster) -> Iterator[Along]:
@@ -197,26 +210,18 @@ def _along(groups: Ints, cluster: Cluster) -> Iterator[Along]:
 def _one(rows: Ints, index: int, cluster: Cluster) -> Along:
     """Rows of devices along dimension `index`, each in ascending order."""
     size = rows.shape[1]
-    ring = _ring_loads(rows, cluster)
-    gaps = hops(cluster, rows[:, :-1].ravel(), rows[:, 1:].ravel()).reshape(len(rows), -1)
+    ring, pairs = _pattern(RING, rows, cluster), _pattern(PAIRS, rows, cluster)
+    gaps = hops(cluster, rows[:, :-1], rows[:, 1:])
     links = float(gaps.sum(axis=1).max()) / (size - 1)
-    pairs = _pairs(rows, cluster)
     partners = [_partner(rows, 1 << bit, cluster) for bit in range((size - 1).bit_length())]
     pair = _rounded([sum(loads) / len(partners) for loads in zip(*partners, strict=True)])
     return Along(
         index,
         size,
-        (ring[index], round(links, DIGITS)),
+        (ring.loads[index], round(links, DIGITS)),
         (pair[0], pair[1]),
         (pairs.loads[index], pairs.hops),
     )
-
-
-def _ring_loads(rows: Ints, cluster: Cluster) -> tuple[float, ...]:
-    """By level, the load of rings through `rows`, half of the bytes each way."""
-    edges = rows.ravel(), np.roll(rows, -1, axis=1).ravel()
-    both = np.concatenate(edges), np.concatenate(edges[::-1])
-    return _pattern(cluster, *both, np.full(2 * rows.size, 0.5), 0.0).loads
 
 
 def _partner(rows: Ints, step: int, cluster: Cluster) -> tuple[float, float]:
@@ -225,8 +230,9 @@ def _partner(rows: Ints, step: int, cluster: Cluster) -> tuple[float, float]:
     index = np.arange(size)
     other = index ^ step if size & (size - 1) == 0 else (index + step) % size
     source, target = rows.ravel(), rows[:, other].ravel()
-    found = _pattern(cluster, source, target, np.ones(rows.size), 0.0)
-    return max(found.loads), float(hops(cluster, source, target).mean())
+    carried = loads(cluster, source, target, np.ones(rows.size))
+    most = max(float(on_links.max()) for on_links in carried)
+    return most, float(hops(cluster, source, target).mean())
 
 
 def _rounded(numbers: Sequence[float]) -> tuple[float, ...]:

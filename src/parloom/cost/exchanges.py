@@ -1,6 +1,6 @@
 """What collectives over axes of a mesh cost where the mesh lies, or where it may lie."""
 
-from parloom.cost.collectives import BACKENDS, Collective, Group, collective, group_of
+from parloom.cost.collectives import BACKENDS, collective, group_of
 from parloom.cost.embedding import embedded, on_torus
 from parloom.cost.kernels import Kernels
 from parloom.cost.works import Exchange
@@ -27,18 +27,16 @@ class Exchanges:
     def price(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`."""
         self.sent[kind, axes, moved] = None
-        ways = (self._way(kind, axes, moved, mesh) for mesh in self.meshes)
-        group, found = min(ways, key=lambda way: way[1].seconds)
+        ways = (self._on(mesh, kind, axes, moved) for mesh in self.meshes)
+        return min(ways, key=lambda way: way.seconds)
+
+    def _on(self, mesh: Mesh, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
+        """It where `mesh` lies: as measured, or else the fastest algorithm."""
+        group = group_of(tuple(mesh[a] for a in axes))
+        lying = embedded(mesh, axes, self.cluster) if self._on_torus else None
+        found = collective(kind, moved, group, self.cluster, embedding=lying)
         backend, table = BACKENDS[self.cluster.backend], self.kernels.exchanges
         scratch = round(backend.scratch.get(kind, 0.0) * moved)
         timed = table.exchange(kind, moved, group) if table and moved else None
         seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
         return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)
-
-    def _way(
-        self, kind: str, axes: tuple[str, ...], moved: float, mesh: Mesh
-    ) -> tuple[Group, Collective]:
-        """The group of `axes` where `mesh` lays them, and the fastest way over it."""
-        group = group_of(tuple(mesh[a] for a in axes))
-        lying = embedded(mesh, axes, self.cluster) if self._on_torus else None
-        return group, collective(kind, moved, group, self.cluster, embedding=lying)

@@ -4,7 +4,7 @@ A reduce_scatter is an all_to_all of the blocks and sums on each device, an all_
 all_gather of the sums, which are quantized once more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from parloom.cost.kernels import Kernels
@@ -12,12 +12,20 @@ from parloom.cost.works import Exchange
 from parloom.ir.mesh import Mesh
 from parloom.quantization import payload_bytes
 
-# Bytes that go through memory for each element: quantizing reads magnitudes, divides, rounds and
-# packs; what arrives is multiplied by scales and added, or copied to its place.
-ENCODED_BYTES, DECODED_BYTES = 33, 17
-ENCODERS, DECODERS = 6, 2
-# Bytes of intermediate results for each, in float32.
+# Bytes of intermediate results for each element, in float32.
 WIDE_BYTES = 4
+# `encode`, by element: magnitudes (4 bytes read, 4 written), the largest of a block (4), quotients
+# (8), rounding (8), and int8 in the payload (5). One kernel each, and five on scales: a quotient, a
+# comparison with zero, a copy of which those are filled, and one to the payload.
+ENCODED_BYTES, ENCODERS = 33, 10
+# `decode`, by element: int8 times scale in one kernel (1 and 4).
+DECODED_BYTES = 5
+# What was decoded is added to a sum in one more kernel (8 and 4).
+ADDED_BYTES = 12
+
+
+Streamed = tuple[int, int]
+"""Bytes that go through memory, and kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +75,43 @@ class Quantized:
 
     def coding(self, kind: str, axes: tuple[str, ...], elements: int, width: int) -> Coding:
         """The work on both sides of such a collective."""
-        share = elements // self.mesh.size(axes)
+        ranks = self.mesh.size(axes)
+        share = elements // ranks
         encoded = share if kind == "all_gather" else elements
-        again = share if kind == "all_reduce" else 0
-        received = elements * (2 if kind == "all_reduce" else 1)
+        before, after = [_encoding(encoded, width)], []
+        if kind != "all_gather":
+            after.append(_adding(elements, share, ranks, width))
+        if kind == "all_reduce":
+            # Rows of zeros that what is sent is copied to, and what they become copied back.
+            before.append((3 * width * elements, 2))
+            after += [_encoding(share, width), (2 * width * elements, 1)]
+        if kind != "reduce_scatter":
+            after.append(_reading(elements, ranks, width))
         wider = 1 + (width < WIDE_BYTES)
         sums = 1 if kind == "all_gather" else 2
         return Coding(
-            self.kernels.stream_s(ENCODED_BYTES * encoded, ENCODERS),
-            self.kernels.stream_s(DECODED_BYTES * received + ENCODED_BYTES * again, DECODERS),
+            self._seconds(before),
+            self._seconds(after),
             wider * WIDE_BYTES * encoded + payload_bytes(encoded),
             sums * WIDE_BYTES * share + payload_bytes(elements),
         )
+
+    def _seconds(self, works: Sequence[Streamed]) -> float:
+        return self.kernels.stream_s(sum(size for size, _ in works), sum(n for _, n in works))
+
+
+def _encoding(elements: int, width: int) -> Streamed:
+    """`encode` of elements that wide, which are cast where they are narrow."""
+    casts = width < WIDE_BYTES
+    return elements * (ENCODED_BYTES + casts * (width + WIDE_BYTES)), ENCODERS + casts
+
+
+def _adding(elements: int, share: int, ranks: int, width: int) -> Streamed:
+    """`_add_up`: each member's row is decoded and, but the first, added; the sum is copied."""
+    added = ADDED_BYTES * (elements - share)
+    return DECODED_BYTES * elements + added + (WIDE_BYTES + width) * share, 2 * ranks
+
+
+def _reading(elements: int, ranks: int, width: int) -> Streamed:
+    """`_read`: each member's row is decoded and copied to its place."""
+    return (DECODED_BYTES + WIDE_BYTES + width) * elements, 2 * ranks

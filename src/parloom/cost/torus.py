@@ -19,6 +19,7 @@ from parloom.cost.algorithms import (
     Span,
 )
 from parloom.cost.embedding import Embedding, Pattern
+from parloom.cost.links import neighbor_bytes_per_s
 from parloom.ir.mesh import Cluster
 
 # A leg whose bytes are those of the busiest link, and whose messages count the links passed.
@@ -54,7 +55,7 @@ def schedules(
 
 def rate(leg: Leg, embedding: Embedding, cluster: Cluster) -> float:
     """Bytes/s of the busiest link for what a leg counts."""
-    link = cluster.levels[leg.level].link.payload_bytes_per_s / 2  # the level's is of both sides
+    link = neighbor_bytes_per_s(cluster.levels[leg.level])
     return link if leg.pattern == LOADED else link / _along(leg, embedding)[0]
 
 

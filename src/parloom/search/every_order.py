@@ -9,9 +9,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import permutations, product
 
 import numpy as np
-from numpy.typing import NDArray
 
-from parloom.cost.embedding import DIGITS, WAYS, embedding_of, goes_along, groups_of
+from parloom.cost.embedding import (
+    DIGITS,
+    embedding_of,
+    goes_along,
+    groups_of,
+    one_after_other,
+    transfers,
+)
 from parloom.cost.links import Floats, Ints, hops, loads
 from parloom.ir.mesh import Cluster, Mesh
 
@@ -19,7 +25,7 @@ from parloom.ir.mesh import Cluster, Mesh
 def every_order(
     mesh: Mesh, sent: Mapping[tuple[str, ...], Collection[str]], cluster: Cluster
 ) -> Iterator[tuple[int, ...]]:
-    """Devices by rank, such that no other order is as good for all kinds of collectives that are
+    """Devices by rank, such that no other order is as good for collectives of all patterns that are
     `sent` over some axes, and better for one.
     """
     plain = Mesh(mesh.axes)
@@ -27,11 +33,11 @@ def every_order(
     table = _Table(cluster)
     columns: list[Floats] = []
     kinds: list[Ints] = [np.zeros(len(orders), dtype=np.int64)]
-    for axes, kinds_sent in sent.items():
+    for axes, patterns in sent.items():
         groups = orders[:, groups_of(plain, axes)]  # [order, group, member]
-        for name in dict.fromkeys(WAYS.get(kind, "ring") for kind in kinds_sent):
+        for name in patterns:
             columns += table.pattern(name, groups)
-        if goes_along(kinds_sent):
+        if goes_along(patterns):
             numbers, amounts = _along(groups, cluster)
             kinds.append(numbers)
             columns += list(amounts.T)
@@ -39,7 +45,7 @@ def every_order(
     kind = np.array(kinds).T
     for own in np.unique(kind, axis=0):
         rows = np.flatnonzero((kind == own).all(axis=1))
-        for row in rows[_front(values[rows])]:
+        for row in rows[front(values[rows])]:
             yield tuple(orders[row].tolist())
 
 
@@ -79,36 +85,18 @@ class _Table:
 
     def __init__(self, cluster: Cluster) -> None:
         self.size, self.num_levels = cluster.num_devices, len(cluster.levels)
-        pairs = [np.array(pair) for pair in product(range(self.size), repeat=2)]
-        rows, one = [], np.ones(1)
-        for first, last in pairs:
-            own = list(loads(cluster, np.array([first]), np.array([last]), one))
-            rows.append(np.concatenate([load.amounts.ravel() for load in own]))
-        self.level = np.concatenate([np.full(load.amounts.size, load.level) for load in own])
-        self.links = np.array(rows)
-        first, last = np.array(pairs).T
+        pairs = np.array(list(product(range(self.size), repeat=2)))
+        rows = [loads(cluster, pair[:1], pair[1:], np.ones(1)) for pair in pairs]
+        self.level = np.concatenate([np.full(own.size, i) for i, own in enumerate(rows[0])])
+        self.links = np.array([np.concatenate([own.ravel() for own in row]) for row in rows])
+        first, last = pairs.T
         self.hops = hops(cluster, first, last)
 
     def pattern(self, name: str, groups: Ints) -> list[Floats]:
         """The amounts of a pattern of `Embedding`, of groups [order, group, member]."""
-        count, peers = len(groups), groups.shape[2] - 1
-        after = np.roll(groups, -1, axis=2)
-        edges, back = groups * self.size + after, after * self.size + groups
-        steps = self.hops[edges]
-        if name == "ring":
-            around = (steps.sum(axis=2) - steps.min(axis=2)).max(axis=1)
-            return [*self._most((edges, back), 0.5), around.astype(float)]
-        if name == "shift":
-            return [*self._most((edges,), 1.0), steps.max(axis=(1, 2)).astype(float)]
-        if name == "row":
-            inner = edges[:, :, :-1], back[:, :, :-1]
-            return [*self._most(inner, 1.0), steps[:, :, :-1].max(axis=(1, 2)).astype(float)]
-        pairs = groups[:, :, :, None] * self.size + groups[:, :, None, :]
-        between = self.hops[pairs].reshape(count, -1).sum(axis=1)
-        return [
-            *self._most((pairs,), 1 / peers),
-            between / (groups.shape[1] * (peers + 1) * peers),
-        ]
+        sent, amount = transfers(name, groups)
+        pairs = [source * self.size + target for source, target in sent]
+        return [*self._most(pairs, amount), one_after_other(name, self.hops[pairs[0]])]
 
     def _most(self, pairs: Sequence[Ints], amount: float) -> list[Floats]:
         """By level, what its busiest link has where each pair sends so much."""
@@ -142,12 +130,12 @@ def _along(groups: Ints, cluster: Cluster) -> tuple[Ints, Floats]:
     return np.array(numbers)[inverse], np.array(amounts)[inverse]
 
 
-def _front(values: Floats) -> NDArray[np.intp]:
-    """The rows that no other is better than, one of those that are equal."""
+def front(values: Floats) -> list[int]:
+    """The rows that no other is better than, one of those that are equal: the least sum first."""
     distinct, first = np.unique(values, axis=0, return_index=True)
     kept: list[int] = []
     for index in np.argsort(distinct.sum(axis=1), kind="stable"):
         row = distinct[index]
         if not any((distinct[other] <= row).all() for other in kept):
             kept.append(int(index))
-    return first[kept]
+    return [int(first[index]) for index in kept]

@@ -15,35 +15,34 @@ from math import prod
 
 import numpy as np
 
-from parloom.cost.embedding import Embedding, embedding_of, on_torus
+from parloom.cost.embedding import PATTERNS, embedding_of, on_torus
 from parloom.cost.links import Ints
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
-from parloom.search.every_order import every_order
-from parloom.search.ways_around import row_by_row, ways
+from parloom.search.every_order import every_order, front
+from parloom.search.ways_around import row_by_row, ways_through
 
 # Devices of which all orders are looked at.
 FEW = 8
 # Ways through the devices of one axis that are combined with those of others.
-WAYS = 3
-EVERY = ("all_reduce", "all_to_all", "shift", "halo_exchange")
+WAYS_OF_AXIS = 3
 Primes = tuple[PrimeAxis, ...]
 Sent = tuple[tuple[str, tuple[str, ...]], ...]
-"""Kinds of collectives, and the axes that each is over."""
+"""Patterns of collectives, and the axes that each is over."""
 
 
 @lru_cache(maxsize=256)
 def placements(mesh: Mesh, cluster: Cluster, sent: Sent) -> tuple[Mesh, ...]:
-    """`mesh` and all other ways to lay its axes, as far as prices of what is `sent` may tell them
-    apart.
+    """`mesh` and other ways to lay its axes that prices of what is `sent` may tell apart: all, but
+    on a torus of more than `FEW` devices those with the best `WAYS_OF_AXIS` through each axis.
     """
-    if len(mesh.axes) < 1 or mesh.num_ranks != cluster.num_devices or mesh.num_ranks < 2:
+    if not sent or mesh.num_ranks != cluster.num_devices:
         return (mesh,)
     if not on_torus(mesh, cluster):
         return (mesh, *(m for m in _by_levels(mesh, cluster) if m != mesh))
     if mesh.num_ranks > FEW:
         return tuple(dict.fromkeys((mesh, *_ordered(mesh, cluster))))
-    kinds = {axes: [kind for kind, over in sent if over == axes] for _, axes in sent}
-    orders = every_order(mesh, kinds, cluster)
+    patterns = {axes: [name for name, over in sent if over == axes] for _, axes in sent}
+    orders = every_order(mesh, patterns, cluster)
     return tuple(dict.fromkeys((mesh, *(with_devices(mesh, order, cluster) for order in orders))))
 
 
@@ -112,21 +111,16 @@ def _best_ways(
     """The devices of an axis in the orders that no other is better than, the others being anywhere:
     for each coordinate what it adds to a device's number.
     """
+    if not own:
+        return ((0,),)
     others = [p for axis in chosen for p in axis if p not in own]
     steps = ([p.stride * digit for digit in range(p.size)] for p in others)
     bases = np.array([sum(digits) for digits in product(*steps)])
-    found: dict[tuple[int, ...], Embedding] = {}
-    for way in _offsets(own, cluster):
-        if len(way) > 1:
-            found[way] = embedding_of(bases[:, None] + np.array(way)[None, :], cluster)
-        else:
-            return (way,)
-    amounts = {way: one.amounts(EVERY) for way, one in found.items()}
-    best = [way for way in found if not any(_less(amounts[other], amounts[way]) for other in found)]
-    distinct: dict[object, tuple[int, ...]] = {}
-    for way in best:
-        distinct.setdefault(amounts[way], way)
-    return tuple(sorted(distinct.values(), key=lambda way: max(found[way].ring.loads))[:WAYS])
+    ways = list(_offsets(own, cluster))
+    lying = [embedding_of(bases[:, None] + np.array(way), cluster) for way in ways]
+    best = sorted(front(np.array([one.amounts(PATTERNS) for one in lying])))
+    best.sort(key=lambda index: max(lying[index].ring.loads))
+    return tuple(ways[index] for index in best[:WAYS_OF_AXIS])
 
 
 def _offsets(own: Primes, cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -137,14 +131,8 @@ def _offsets(own: Primes, cluster: Cluster) -> Iterator[tuple[int, ...]]:
         sides.append(sorted(sum(digits) for digits in product(*steps)))
     shape = [len(side) for side in sides]
     rows = [row_by_row(shape, order) for order in permutations(range(len(shape)))]
-    for way in dict.fromkeys((*rows, *ways(shape))):
+    for way in dict.fromkeys((*rows, *ways_through(shape))):
         yield tuple(sum(side[at] for side, at in zip(sides, place, strict=True)) for place in way)
-
-
-def _less(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether nothing of `one` is more, and something is less."""
-    pairs = list(zip(one, other, strict=True))
-    return all(x <= y for x, y in pairs) and any(x < y for x, y in pairs)
 
 
 def _with_primes(mesh: Mesh, chosen: Sequence[Primes]) -> Mesh:

@@ -6,15 +6,20 @@ undercut; where that is no better than the best plan so far, the plan is left as
 placements are simulated, but for those of which another is faster in all that the plan sends.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
 
-from parloom.cost.embedding import WAYS
+from parloom.cost.embedding import pattern_of
+from parloom.cost.engine import Launch
+from parloom.cost.exchanges import Asked
+from parloom.cost.links import Floats
 from parloom.cost.simulate import Simulator, step_tasks
 from parloom.cost.step import priced
+from parloom.cost.tasks import OF_WEIGHTS, StepTasks, kind_of, loads
 from parloom.cost.walk import Walker
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
@@ -23,6 +28,7 @@ from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.contexts import SimulatedPlan
+from parloom.search.every_order import front
 from parloom.search.placements import Sent, placements
 from parloom.search.request import Request
 
@@ -32,7 +38,6 @@ LOGICAL = 6
 SIMULATED = 24
 # How near to the step that no placement undercuts is near enough.
 NEAR = 1e-4
-ORDER = ("all_reduce", "all_to_all", "shift", "halo_exchange")
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,21 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
     pcg = lower(graph, decisions, factored=factorize(graph))
     kernels, cluster = own.machine.kernels, own.cluster
     walker = priced(pcg, cluster, decisions, own.optimizer, kernels).walker
-    sent = [(kind, axes, moved) for kind, axes, moved in walker.exchanges.sent if moved]
-    meshes = placements(decisions.mesh, cluster, kinds_of(sent))
+    sent = [what for what in walker.exchanges.sent if what[2] and decisions.mesh.size(what[1]) > 1]
+    meshes = placements(decisions.mesh, cluster, patterns_of(sent))
     seconds = np.empty((len(meshes), len(sent)))
     for row, mesh in enumerate(meshes):
         there = Walker({}, mesh, cluster, kernels)
         seconds[row] = [there.exchange(*what).seconds for what in sent]
-    front = [meshes[row] for row in faster_somewhere(seconds)]
-    least_ps = _least_ps(own, pcg, tuple(front))
+    rows = front(seconds)
+    undominated = tuple(meshes[row] for row in rows)
+    tasks = step_tasks(pcg, cluster, decisions, own.optimizer, kernels, undominated)
+    least_ps = float(Simulator().play(tasks).step_ps)
+    order = np.argsort(sending_ps(tasks, sent, seconds[rows]), kind="stable")[:SIMULATED]
     best, simulated = plan, 0
-    for mesh in front[:SIMULATED] if least_ps < best_ps else ():
+    for mesh in (undominated[i] for i in order) if least_ps < best_ps else ():
+        if best.step_ps <= least_ps * (1 + NEAR):
+            break
         if mesh == decisions.mesh:
             continue
         moved = on_mesh(pcg, mesh)
@@ -72,9 +82,30 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
         simulated += 1
         if found.step_s < best.prediction.step_s:
             best = SimulatedPlan(with_mesh(decisions, mesh), found)
-        if best.step_ps <= least_ps * (1 + NEAR):
-            break
     return Placed(best, least_ps, len(meshes), simulated)
+
+
+def sending_ps(tasks: StepTasks, sent: Sequence[Asked], seconds: Floats) -> Floats:
+    """About how long a step sends on each placement [placement, what is sent]: what `tasks` launch
+    where each is fastest, as often as they do, times how much longer collectives of that kind over
+    these axes take there.
+    """
+    fastest_ps: Counter[tuple[str, str]] = Counter()
+    for placed in (part for action in tasks.actions for part in action.parts):
+        for launch in placed.segment.instructions:
+            if isinstance(launch, Launch):
+                *_, (channel, ps) = loads([launch], tasks.capacities)
+                kind = kind_of(launch.key).split()[-1]
+                fastest_ps[kind, str(channel).removesuffix(OF_WEIGHTS).strip()] += ps
+    longer = seconds / seconds.min(axis=0)
+    total = np.zeros(len(seconds))
+    for (kind, joined), ps in fastest_ps.items():
+        over = [i for i, (_, axes, _) in enumerate(sent) if "+".join(sorted(axes)) == joined]
+        # What is quantized was asked for as other kinds.
+        alike = [i for i in over if sent[i][0] == kind] or over
+        if alike:
+            total += ps * longer[:, alike].mean(axis=1)
+    return total
 
 
 def faster_placed(
@@ -100,20 +131,9 @@ def faster_placed(
             yield plan, found
 
 
-def kinds_of(sent: list[tuple[str, tuple[str, ...], float]]) -> Sent:
+def patterns_of(sent: Sequence[Asked]) -> Sent:
     """What placements differ in, for collectives that go alike."""
-    names = {(WAYS.get(kind, "ring"), axes) for kind, axes, _ in sent}
-    alike = {WAYS.get(kind, "ring"): kind for kind in reversed(ORDER)}
-    return tuple(sorted((alike[name], axes) for name, axes in names))
-
-
-def faster_somewhere(seconds: np.ndarray) -> list[int]:
-    """Rows that no other undercuts or equals, one of those that are equal; the least sum first."""
-    kept: list[int] = []
-    for row in np.argsort(seconds.sum(axis=1), kind="stable"):
-        if not any((seconds[other] <= seconds[row]).all() for other in kept):
-            kept.append(int(row))
-    return kept
+    return tuple(sorted({(pattern_of(kind), axes) for kind, axes, _ in sent}))
 
 
 def with_mesh(decisions: Decisions, mesh: Mesh) -> Decisions:
@@ -127,9 +147,3 @@ def on_mesh(pcg: PCG, mesh: Mesh) -> PCG:
     in_time = [axis for axis in pcg.mesh.axes if axis.steps]
     whole = replace(mesh, axes=(*mesh.axes, *in_time))
     return replace(pcg, decisions=with_mesh(pcg.decisions, mesh), mesh=whole)
-
-
-def _least_ps(request: Request, pcg: PCG, meshes: tuple[Mesh, ...]) -> float:
-    kernels = request.machine.kernels
-    tasks = step_tasks(pcg, request.cluster, pcg.decisions, request.optimizer, kernels, meshes)
-    return float(Simulator().play(tasks).step_ps)

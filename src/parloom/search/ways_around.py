@@ -9,12 +9,12 @@ Place = tuple[int, ...]
 Way = tuple[Place, ...]
 
 
-def ways(shape: Sequence[int]) -> Iterator[Way]:
+def ways_through(shape: Sequence[int]) -> Iterator[Way]:
     """Ways through a box of places other than row by row, none twice."""
     seen: set[Way] = set()
     sides = [index for index, size in enumerate(shape) if size > 1]
-    if len(sides) == 1:
-        found = [_folded(shape, sides[0])] if shape[sides[0]] > 2 else []
+    if len(sides) < 2:
+        found = [_folded(shape, side) for side in sides if shape[side] > 2]
     else:
         found = []
         for order in permutations(sides):
