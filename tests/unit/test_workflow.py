@@ -422,3 +422,16 @@ def test_ctrl_c_keeps_the_best_plan() -> None:
     document = json.loads(out)
     assert document["interrupted"]
     assert document["usd_per_h"] > document["bound_usd_per_h"] >= 0
+
+
+def test_a_cycle_is_told_in_the_order_of_its_messages() -> None:
+    """Of three operators, the other way around is none; nothing else has results here."""
+    operators = "\n".join(f"  {n}: {{variants: {{v: {{latency: {{w: 10ms}}}}}}}}" for n in "abc")
+    pairs = ("sa", "ab", "bc", "ca")
+    messages = "\n".join(f"  - {{from: {p[0]}, to: {p[1]}, size: 1kB}}" for p in pairs)
+    text = (
+        f"tiers: [edge]\nsources:\n  s: {{rate: 1/s}}\noperators:\n{operators}\nmessages:\n"
+        f"{messages}\nworkers:\n  w: {{tier: edge, price: 0.1USD/h, count: 5}}\n"
+    )
+    with pytest.raises(InputError, match="12:5: a cycle: (a -> b -> c|b -> c -> a|c -> a -> b)"):
+        read_workflow(text, "ring.yaml")

@@ -178,11 +178,11 @@ class Workflow:
         return tuple(by_name[name] for name in TopologicalSorter(before).static_order())
 
     def cycle(self) -> tuple[str, ...] | None:
-        """Operators that wait for each other, if there are any."""
+        """Operators that wait for each other, each sending to the next, if there are any."""
         try:
             self.order  # noqa: B018 - what it raises is the answer
         except CycleError as error:
-            return tuple(reversed(error.args[1]))
+            return tuple(error.args[1])
         return None
 
     @cached_property
