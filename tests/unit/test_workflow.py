@@ -433,5 +433,5 @@ def test_a_cycle_is_told_in_the_order_of_its_messages() -> None:
         f"tiers: [edge]\nsources:\n  s: {{rate: 1/s}}\noperators:\n{operators}\nmessages:\n"
         f"{messages}\nworkers:\n  w: {{tier: edge, price: 0.1USD/h, count: 5}}\n"
     )
-    with pytest.raises(InputError, match="12:5: a cycle: (a -> b -> c|b -> c -> a|c -> a -> b)"):
+    with pytest.raises(InputError, match=r"12:5: a cycle: (a -> b -> c|b -> c -> a|c -> a -> b)"):
         read_workflow(text, "ring.yaml")
