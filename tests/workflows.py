@@ -296,7 +296,7 @@ class _Flows:
             size = edge.num_bytes[self.variants[edge.producer].name]
         into: dict[One, dict[int, float]] = {one: {} for one in self.given[edge.consumer]}
         late: dict[int, float] = {}
-        for tier, sent, most in self._senders(edge):
+        for tier, sent, given in self._senders(edge):
             out: dict[int, float] = {}
             for one, flows in into.items():
                 link = self._link(tier, one.kind.tier)
@@ -305,7 +305,7 @@ class _Flows:
                     out[flow] = flows[flow] = 1.0
                     late[flow] = -(link.latency_s + size / link.bytes_per_s) / whole
                     self.carried.setdefault((tier, one.kind.tier), {})[flow] = size
-            self.lp.row({**out, **sent}, high=most)
+            self.lp.row({**out, **sent}, given, given)
         for one, flows in into.items():
             self.lp.row({**flows, self.loads[edge.consumer][one]: -1.0}, 0.0, 0.0)
         if self.late:
@@ -315,12 +315,15 @@ class _Flows:
             self.lp.row(late, low=0.0)
 
     def _senders(self, edge: Edge) -> Iterator[tuple[int, dict[int, float], float]]:
-        """The tier of each sender, and the most that it sends, as terms and a number."""
+        """The tier of each sender, and its share of the messages that are taken, as terms and a
+        number.
+        """
+        whole = rate(self.workflow, edge.consumer)
         for source in self.workflow.sources:
             if source.name == edge.producer:
-                yield source.tier, {}, source.rate_per_s * edge.ratio
+                yield source.tier, {}, whole
         for one, load in self.loads.get(edge.producer, {}).items():
-            yield one.kind.tier, {load: -edge.ratio}, 0.0
+            yield one.kind.tier, {load: -whole / rate(self.workflow, edge.producer)}, 0.0
 
     def _link(self, sender: int, receiver: int) -> Link | None:
         if sender > receiver and not self.workflow.two_way:

@@ -165,7 +165,8 @@ def check(plan: Plan) -> None:
         for tier in range(len(workflow.tiers)):
             out = sum(f.rate_per_s for f in flows if f.sender == tier)
             into = sum(f.rate_per_s for f in flows if f.receiver == tier)
-            assert out <= tiers.get((edge.producer, tier), 0.0) * edge.ratio + TIGHT
+            share = rate(workflow, edge.consumer) / rate(workflow, edge.producer)
+            assert out == pytest.approx(tiers.get((edge.producer, tier), 0.0) * share, abs=TIGHT)
             assert into == pytest.approx(tiers.get((edge.consumer, tier), 0.0), abs=TIGHT)
         for flow in flows:
             pair = flow.sender, flow.receiver

@@ -98,8 +98,6 @@ def _without(rule: Rule, call: Term) -> Iterator[Rule]:
     }
     terms = [Term(call.op, call.args, result) for result in results]
     made = evaluate(terms, Shapes(), shapes, sizes)
-    if any(not size for one in made for size in one.shape):  # a window larger than its image
-        return
     inputs = tuple(Input(f"shared{i}", one.shape) for i, one in enumerate(made))
 
     def other(arg: Arg) -> Arg:

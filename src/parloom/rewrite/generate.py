@@ -167,7 +167,7 @@ class Generator:
             for choice, numbers in enumerate(self.numbers):
                 given = Given(tuple(_filled(arg, by_term, choice, numbers) for arg in args))
                 values.append(computes(Numbers(), given)[result])
-        except ValueError:  # a window that is larger than what there is
+        except NotExpressed:  # a window that is larger than what there is
             return
         call = Term(operator.op, args)
         term = Term(operator.op, args, result if operator.results > 1 else None)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.ir.ops.algebra import Names, Window
+from parloom.rewrite.symbolic import NotExpressed
 
 Ints = NDArray[np.int64]
 PRIME = 2**31 - 1  # products fit 64 bits
@@ -95,7 +96,9 @@ class Numbers:
 
     def windows(self, part: Ints, dim: int, window: Window) -> Ints:
         pads = [(window.before, window.after) if d == dim else (0, 0) for d in range(part.ndim)]
-        firsts = np.arange(0, max(part.shape[dim] - window.less + 1, 0), window.stride)
+        if part.shape[dim] < window.less:
+            raise NotExpressed(f"no windows over {part.shape[dim]}")
+        firsts = np.arange(0, part.shape[dim] - window.less + 1, window.stride)
         places = firsts[:, None] + np.arange(window.size) * window.dilation
         return np.take(np.pad(part, pads), places, axis=dim)
 

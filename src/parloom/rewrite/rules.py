@@ -38,7 +38,8 @@ LEADS = (1, 2)
 EXTENTS = (2, 3, 5, 7, 4, 6, 8, 9)
 MOST_ELEMENTS = 20_000
 # Operators of tensors of one rank: what they compute of others no kernel does.
-OF_RANK = frozenset({"t", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "embedding"})
+OF_RANK = frozenset({"t", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "embedding",
+                     "conv1d", "avg_pool1d"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,8 @@ class Shapes:
     def windows(self, part: Dims, dim: int, window: Window) -> Dims:
         own, less = part.shape[dim], window.less
         numbers = isinstance(own, int)
+        if numbers and own < less:
+            raise NotExpressed(f"no windows over {own}")
         out = (own - less) // window.stride + 1 if numbers else moved_extent(own, window)
         return Dims((*part.shape[:dim], out, self.number(window.size), *part.shape[dim + 1 :]))
 

@@ -309,6 +309,8 @@ def moved_extent(size: Dim, by: Window) -> Dim:
     """
     stride, less = by.stride, by.less
     if not any(size):
+        if len(size) < less:
+            raise NotExpressed(f"no windows over {size}")
         return places((len(size) - less) // stride + 1)
     if len(size) > 1:
         return _fewer(size, by)

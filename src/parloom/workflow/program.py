@@ -189,7 +189,7 @@ class Program:
         sent = self._sent(edge)
         got = self._tiers(edge.consumer, None)
         from_to: dict[int, dict[int, float]] = {tier: {} for tier in got}
-        for (variant, sender), (terms, given) in sent.items():
+        for (variant, sender), (parts, given) in sent.items():
             leaving: dict[int, float] = {}
             for receiver in got:
                 link = self.workflow.link(sender, receiver)
@@ -201,26 +201,25 @@ class Program:
                 self.flows[edge.producer, variant, edge.consumer, sender, receiver] = column
                 leaving[column] = from_to[receiver][column] = 1.0
             if leaving:
-                # Messages that are more than the consumer joins are not sent.
-                self.lp.row({**leaving, **{c: -a for c, a in terms.items()}}, high=given)
+                # Of messages that are more than a join takes, each tier sends its share: which of
+                # them meet others, is not chosen.
+                self.lp.row({**leaving, **dict.fromkeys(parts, -1.0)}, low=given, high=given)
         for receiver, shares in got.items():
             self.lp.row({**from_to[receiver], **dict.fromkeys(shares, -1.0)}, low=0.0, high=0.0)
 
-    def _sent(self, edge: Edge) -> dict[tuple[str, int], tuple[dict[int, float], float]]:
-        """By variant and tier: messages per message that the consumer takes, as terms of columns
-        and a number.
+    def _sent(self, edge: Edge) -> dict[tuple[str, int], tuple[list[int], float]]:
+        """By variant and tier, the share of the consumer's messages: the sum of columns and of a
+        number.
         """
-        rates = self.workflow.rates
-        surplus = rates[edge.producer] * edge.ratio / rates[edge.consumer]
         source = self.workflow.source(edge.producer)
         if source is not None:
             if self.scale is not None:
-                return {("", source.tier): ({self.scale: surplus}, 0.0)}
-            return {("", source.tier): ({}, surplus)}
+                return {("", source.tier): ([self.scale], 0.0)}
+            return {("", source.tier): ([], 1.0)}
         operator = self.workflow.operator(edge.producer)
         variants = [v.name for v in operator.variants] if edge.by_variant else [None]
         return {
-            (variant or "", tier): (dict.fromkeys(parts, surplus), 0.0)
+            (variant or "", tier): (parts, 0.0)
             for variant in variants
             for tier, parts in self._tiers(edge.producer, variant).items()
         }

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parloom.workflow.model import SOLVED, Edge
 from parloom.workflow.plan import Flow, Plan
 
 Times = NDArray[np.float64]
@@ -46,10 +45,9 @@ def routes(plan: Plan, place: Times) -> dict[str, Routed]:
         spread = [edge for edge in inputs if len(found[edge.producer].intervals) > 1]
         edge = (spread or inputs)[0]
         intervals, before = _intervals(plan, operator.name), found[edge.producer]
-        follows = len(inputs) == 1 or (len(spread) < 2 and _sends_all(plan, edge, before))
         found[operator.name] = (
             _followed(plan.flows_of(edge.producer, edge.consumer), before, intervals)
-            if follows
+            if len(spread) < 2
             else _at(before.place, intervals)
         )
     return found
@@ -75,17 +73,6 @@ def _at(place: Times, intervals: Intervals) -> Routed:
     ends = np.array([high for _, high in intervals.values()])
     which = np.minimum(np.searchsorted(ends, place, side="right"), len(ends) - 1)
     return Routed(intervals, np.array(list(intervals))[which], place)
-
-
-def _sends_all(plan: Plan, edge: Edge, before: Routed) -> bool:
-    """Whether each tier of the producer sends its share of the messages that the consumer joins."""
-    sent = dict.fromkeys(before.intervals, 0.0)
-    for flow in plan.flows_of(edge.producer, edge.consumer):
-        sent[flow.sender] += flow.rate_per_s / plan.workflow.rates[edge.consumer]
-    return all(
-        abs(share - (high - low)) <= SOLVED
-        for share, (low, high) in zip(sent.values(), before.intervals.values(), strict=True)
-    )
 
 
 def _followed(flows: tuple[Flow, ...], before: Routed, intervals: Intervals) -> Routed:
