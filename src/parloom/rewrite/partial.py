@@ -19,7 +19,7 @@ import numpy as np
 from parloom.rewrite.generate import Equal, Family, Generator, Operator, Program, Template, plain
 from parloom.rewrite.modular import Ints, Numbers
 from parloom.rewrite.shapes import ARGUMENTS
-from parloom.rewrite.symbolic import Dim
+from parloom.rewrite.symbolic import Dim, NotExpressed
 from parloom.rewrite.terms import (
     CAT,
     SPLIT,
@@ -154,13 +154,11 @@ class Partial:
                 own.values[choice] if cut is None else self._cut(own, choice, cut)
             )
         try:
-            made = evaluate(
-                [*calls_in(term), term], Numbers(), inputs, self.generator.numbers[choice]
-            )
-        except ARGUMENTS:
+            (made,) = evaluate([term], Numbers(), inputs, self.generator.numbers[choice])
+        except (NotExpressed, *ARGUMENTS):
             return None
-        found: Ints = made[-1]
-        return found if all(own.size for own in made) else None  # no kernel is of no places
+        found: Ints = made
+        return found
 
     def _cut(self, program: Program, choice: int, cut: Cut) -> Ints:
         """Blocks of what a program is."""
