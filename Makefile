@@ -1,7 +1,8 @@
 # make demo   plan, prove and train a small GPT-2 on four processes (about five minutes, no GPU)
-# make test   the tests
-# make nightly  the property tests with other examples in every run, and more of them; random modules
-#             and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
+# make test   the tests, but for slow ones and further cases of many (a quarter of an hour; ARGS=--whole
+#             runs all of them: an hour)
+# make nightly  all tests; the property tests with other examples in every run, and more of them; random
+#             modules and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
 # make lint   ruff, mypy, import contracts
 # make parsers  what reads the files that `parloom export` writes for other frameworks, for their tests
 # make docs   the documentation as a site in build/site, in an environment of its own (half a minute)
@@ -36,7 +37,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations 60 --durations-min 5 $(ARGS)
 
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile nightly tests/property $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --whole $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile nightly --whole tests/property $(ARGS)
 	PYTHONPATH=. $(BIN)/python benchmarks/random_modules.py --count 500 --seed $(SEED) --jobs 2
 	PYTHONPATH=. $(BIN)/python benchmarks/fuzz.py --kind all --count 2000 --seed $(SEED) --jobs 2
 

@@ -11,6 +11,8 @@ os.environ.pop("COLUMNS", None)  # workers of pytest-xdist have one; a pipe has 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.selection import Collected, kept
+
 # The same examples on every machine; a shared core is no reason to fail.
 settings.register_profile(
     "parloom", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -34,6 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-docs", action="store_true", help="Rewrite the outputs of the pages in docs."
     )
     parser.addoption(
+        "--whole", action="store_true", help="Slow tests, too, and all cases of those sampled."
+    )
+    parser.addoption(
         "--report",
         metavar="FILE",
         action="append",
@@ -51,7 +56,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests and cases beyond samples are left out, unless they are asked for."""
+    if not config.getoption("--whole") and not any("::" in own for own in config.args):
+        chosen = set(kept([_described(item) for item in items]))
+        left_out = [item for place, item in enumerate(items) if place not in chosen]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for place, item in enumerate(items) if place in chosen]
+    _skip_without_a_gpu(items)
+
+
+def _described(item: pytest.Item) -> Collected:
+    sample = item.get_closest_marker("sample")
+    return Collected(
+        item.nodeid.partition("[")[0],
+        item.get_closest_marker("slow") is not None,
+        None if sample is None else sample.args[0],
+    )
+
+
+def _skip_without_a_gpu(items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped where there is none; torch is asked only if there are such."""
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:

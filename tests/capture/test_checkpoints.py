@@ -145,6 +145,7 @@ MODELS: dict[str, tuple[Callable[[], Net], tuple[str, ...], tuple[str, ...]]] = 
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoints_are_recomputed_or_reported(name: str) -> None:
     build, recomputed, kept = MODELS[name]
@@ -212,6 +213,7 @@ OLDER = 'gradient_checkpointing_enable({"use_reentrant": True})'
 NEWER = "activation_checkpointing_enable()"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("build", "flag", "number"),
     [

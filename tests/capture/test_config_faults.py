@@ -43,6 +43,7 @@ def planned(document: Any, folder: Path, seq: int | None = 8) -> None:
     api.capture(str(path), batch=2, seq=seq)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("config", "key", "value"),
     [

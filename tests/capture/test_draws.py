@@ -171,6 +171,7 @@ def outcome(draw: Draw, dtype: torch.dtype, chunks: Iterator[Tensor]) -> list[st
     return wrong
 
 
+@pytest.mark.sample(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("draw", CONTINUOUS, ids=str)

@@ -34,6 +34,7 @@ def operators(graph: Graph) -> list[str]:
     return [node.op for _, node in graph.unfolded()]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("build", "functions"), BUILDS, ids=lambda p: getattr(p, "__name__", ""))
 def test_graph_equals_model(build: Build, functions: tuple[str, ...]) -> None:
     model, batch = build()

@@ -123,6 +123,7 @@ def assert_equal(model: nn.Module, batch: dict[str, Tensor], graph: Graph, atol:
             torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=atol)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("written", ["grouped_mm", "batched_mm"])
 def test_library_models_are_recognised(name: str, written: str) -> None:
@@ -136,6 +137,7 @@ def test_library_models_are_recognised(name: str, written: str) -> None:
     assert_equal(model, batch, graph, 1e-6)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_baselines_are_equal_and_megatron_splits_experts(name: str) -> None:
     model = subject(name)
@@ -149,6 +151,7 @@ def test_baselines_are_equal_and_megatron_splits_experts(name: str) -> None:
         assert chosen[key]["e"] == ("tensor",)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_plans_are_equal(name: str, seed: int) -> None:

@@ -110,6 +110,7 @@ LISTED: Mapping[str, Kinds] = MappingProxyType(
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", LISTED)
 def test_kinds_of_listed_models(name: str) -> None:
     assert kinds(capture(*listed(name))) == LISTED[name]

@@ -228,6 +228,7 @@ print(key(Net()))
 """
 
 
+@pytest.mark.slow
 def test_equal_in_every_process_folder_and_file(tmp_path: Path) -> None:
     found = set()
     for seed, lines, main in ((0, 0, False), (1, 3, False), (2, 0, True)):

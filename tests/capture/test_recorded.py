@@ -130,6 +130,7 @@ DECEIVING: dict[str, Callable[[], Stack]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_is_recorded_is_a_result(
@@ -141,6 +142,7 @@ def test_what_is_recorded_is_a_result(
     assert repeated > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DECEIVING)
 def test_what_only_looks_alike_is_traced(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     short, whole, _ = test_repeats.captured(monkeypatch, DECEIVING[name], training=True)
@@ -164,6 +166,7 @@ def test_lists_that_are_left_as_they_are_show(monkeypatch: pytest.MonkeyPatch) -
     assert short != whole
 
 
+@pytest.mark.slow
 def test_router_logits_of_a_mixture_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model installs its hooks in the first trace, and repeats layers in every one."""
     config = MixtralConfig(

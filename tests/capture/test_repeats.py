@@ -57,6 +57,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, make: Make, training: bool) -> tup
     return texts[1], texts[0], 0 if whole[-1] else made[-1].repeated
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", HONEST)
 def test_what_repeats_is_traced_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     short, whole, repeated = captured(monkeypatch, HONEST[name], training=True)
@@ -71,6 +72,7 @@ def test_evaluation_is_traced_once_too(monkeypatch: pytest.MonkeyPatch, name: st
     assert repeated > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", DECEIVING)
 def test_what_only_looks_alike_is_traced(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     short, whole, _ = captured(monkeypatch, DECEIVING[name], training=True)

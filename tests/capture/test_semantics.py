@@ -238,6 +238,7 @@ MODELS: tuple[Callable[[], nn.Module], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("build", MODELS, ids=lambda b: b.__name__)
 def test_captured_and_parallel_equal_the_model(build: Callable[[], nn.Module]) -> None:
     model, example = build(), batch()
@@ -362,6 +363,7 @@ def build():
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "line"),
     [

@@ -35,6 +35,7 @@ def moved(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 NAMES = [name for name in zoo.names() if name not in lowered.BUILDERS]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_and_parallel_equal_the_model(name: str) -> None:
     model, batch = moved(name)
@@ -52,6 +53,7 @@ def test_captured_and_parallel_equal_the_model(name: str) -> None:
         assert error <= TOLERANCE, f"{method}: {where}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dit_xl", "wan_1_3b", "unet", "llama", "gshard", "cnn"])
 def test_captured_in_low_precision(name: str, dtype: torch.dtype) -> None:

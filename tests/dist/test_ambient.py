@@ -163,6 +163,7 @@ def test_a_plan_made_under_torchs_defaults_has_no_settings(plan: Plan) -> None:
     assert len(READ) > len(SETTINGS)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_recorded_and_compared_in_each_call(
     plan: Plan, trainer: Trainer, name: str

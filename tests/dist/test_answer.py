@@ -58,6 +58,7 @@ def step_s(plan: Plan) -> float:
     return plan.prediction.step_s
 
 
+@pytest.mark.slow
 def test_every_pin_is_priced_against_the_plan_without_it(
     captured: api.Captured, free: Plan
 ) -> None:
@@ -131,6 +132,7 @@ def test_what_does_not_fit_is_explained_and_what_fits_is_priced(shortage: Infeas
         assert line in str(shortage)
 
 
+@pytest.mark.slow
 def test_a_change_that_is_priced_is_what_asking_for_it_gives(
     captured: api.Captured, shortage: InfeasibleError
 ) -> None:
@@ -152,6 +154,7 @@ def test_pipelines_that_do_not_fit_are_explained(captured: api.Captured) -> None
     assert any(change["flags"].startswith("--memory") for change in changes)
 
 
+@pytest.mark.slow
 def test_a_change_that_leaves_too_much_weight_is_not_tried(
     captured: api.Captured,
     shortage: InfeasibleError,
@@ -198,6 +201,7 @@ def test_shorter_sequences_are_priced_for_as_many_tokens(monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.slow
 def test_pins_that_make_it_too_large_are_named(
     captured: api.Captured, free: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +375,7 @@ def test_constraints_are_in_the_file(captured: api.Captured) -> None:
     assert '"text": "--forbid layers.0=n"' in plan_to_json(found)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_works_on_one_device(captured: api.Captured, method: str) -> None:
     found = api.search(captured, cluster="1xcpu", method=method)
@@ -386,6 +391,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 def test_one_device_with_little_memory_recomputes(tmp_path: Path) -> None:
     path = tmp_path / "two_blocks.py"
     path.write_text(TWO_BLOCKS, encoding="utf-8")

@@ -38,6 +38,7 @@ def merged(graph: Graph, sizes: list[int], at_once: list[int], seed: int) -> Dec
         return replace(plan, stages=stages, schedule="listed", actions=tuple(lists))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("sizes", "at_once"),
     [([1, 1], [1, 2]), ([1, 1], [4, 1]), ([2, 1], [1, 4]), ([1, 2, 1], [2, 1, 4])],

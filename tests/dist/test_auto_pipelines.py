@@ -116,6 +116,7 @@ def test_it_is_equal_to_one_device(found: Plan) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.slow
 def test_equal_stages_that_are_lowered_once_take_as_long(found: Plan, slow: str) -> None:
     """What the search plays is what the plan says, to the picosecond."""
     graph, decisions = captured().graph, found.decisions
@@ -133,6 +134,7 @@ def test_equal_stages_that_are_lowered_once_take_as_long(found: Plan, slow: str)
     assert one.peak_bytes == other.peak_bytes
 
 
+@pytest.mark.slow
 def test_limits_are_kept(found_small: Plan, two: str) -> None:
     assert found_small.prediction is not None
     limit = int(found_small.prediction.peak_bytes * 0.8)
@@ -141,6 +143,7 @@ def test_limits_are_kept(found_small: Plan, two: str) -> None:
     assert tight.prediction.step_s >= found_small.prediction.step_s
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(found_small: Plan, two: str) -> None:
     again = api.search(captured_small(), cluster=two)
     assert len(again.decisions.stages) > 1
@@ -155,6 +158,7 @@ def test_a_budget_ends_it(slow: str) -> None:
     assert whole.bound_s <= whole.prediction.step_s
 
 
+@pytest.mark.slow
 def test_pins_hold_in_every_stage(found_small: Plan, slow: str) -> None:
     """And the plan that was found without them does not hold them."""
     graph = captured_small().graph
@@ -179,6 +183,7 @@ def test_pins_hold_in_every_stage(found_small: Plan, slow: str) -> None:
     assert "blocks.0.up:linear#0" in (broken(first, graph, found_small.decisions) or "")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_number_of_stages_is_pinned(count: int, found_small: Plan, two: str) -> None:
     best = best_with(captured_small(), two, [parse_pin(f"stages={count}")])
@@ -189,6 +194,7 @@ def test_the_number_of_stages_is_pinned(count: int, found_small: Plan, two: str)
     assert found_small.bound_s <= best.prediction.step_s
 
 
+@pytest.mark.slow
 def test_pinned_stages_that_do_not_fit_say_so() -> None:
     """The pin is to blame, and memory is what it lacks."""
     with pytest.raises(
@@ -245,6 +251,7 @@ def test_nodes_of_one_device_have_stages_on_one_device(tmp_path: Path) -> None:
     assert not contexts.refusals.counts
 
 
+@pytest.mark.slow
 def test_the_bound_holds_for_pipelines_of_microbatches_by_themselves(tmp_path: Path) -> None:
     """`auto` does not search them, but rules of thumb make some."""
     there: dict[str, Any] = {
@@ -305,6 +312,7 @@ def test_a_budget_that_ends_before_pipelines_has_a_bound_for_them(found: Plan, s
     assert 0 < early.bound_ps / 1e12 <= found.prediction.step_s
 
 
+@pytest.mark.slow
 def test_pipelines_beat_plans_of_one_stage_early(two: str) -> None:
     """Which are then not looked at: fewer are simulated than without pipelines."""
     machine = machine_for(two, None)
@@ -353,6 +361,7 @@ class Heavy(nn.Module):
         return (((x - y) ** 2).mean(),)
 
 
+@pytest.mark.slow
 def test_pipelines_hide_no_better_plan_of_one_stage(tmp_path: Path) -> None:
     """A pipeline beats the meshes of two axes here, one of three axes beats it."""
     path = tmp_path / "eight.yaml"
@@ -374,6 +383,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_pipeline_is_below_the_bound(name: str, slow: str) -> None:
     """One microbatch, branches, split backward passes: where what computes at the same time could

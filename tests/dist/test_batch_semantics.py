@@ -232,6 +232,7 @@ def test_the_plan_records_and_repeats_them(plan: Plan, tmp_path: Path) -> None:
     assert "the mean of those of 2 microbatches, each computed by itself" in explained
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shrink", [False, True])
 def test_the_plan_is_verified(plan: Plan, shrink: bool) -> None:
     report = api.verify(plan, shrink=shrink)

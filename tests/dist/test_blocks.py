@@ -73,6 +73,7 @@ def recomputes(decisions: Decisions) -> bool:
     return bool(decisions.rewrites) and "recompute" in policies
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["alexnet", "candle_uno", "dlrm"])
 def test_searched_plans_equal_one_device(name: str) -> None:
     """Under a limit that only plans with blocks obey, as they hold least."""
@@ -87,6 +88,7 @@ def test_searched_plans_equal_one_device(name: str) -> None:
         assert worst <= TOLERANCE, where
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("level", [SELECTIVE, "full"])
 @pytest.mark.parametrize("name", ["candle_uno", "unet", "wide_resnet"])
 def test_rules_of_thumb_equal_one_device(name: str, level: str) -> None:
@@ -97,6 +99,7 @@ def test_rules_of_thumb_equal_one_device(name: str, level: str) -> None:
     assert worst <= TOLERANCE, where
 
 
+@pytest.mark.slow
 def test_a_model_without_repeated_blocks_under_half_and_a_quarter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def on_rank() -> Calibration:
     return calibrate([], cluster, least_s=1e-3)
 
 
+@pytest.mark.slow
 def test_ranks_measure_collectives_and_agree() -> None:
     first, *others = fork_ranks(4, on_rank)
     assert first.num_ranks == 4
@@ -364,6 +365,7 @@ def test_more_devices_than_ranks_are_refused() -> None:
     assert len(set(fork_ranks(2, wrong_cluster))) == 1
 
 
+@pytest.mark.slow
 def test_models_whose_rules_of_thumb_are_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's best plan of a model with equal blocks may have stages: all of their operators."""
     programs: list[str] = []

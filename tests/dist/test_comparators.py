@@ -57,6 +57,7 @@ def error_of(name: str, plan: Decisions) -> tuple[float, str]:
     return found.worst_error, found.worst_tensor
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", ["mlp", "dlrm", "cnn", "gpt"])
 @pytest.mark.parametrize("method", COMPARATORS)
 def test_plans_equal_one_device(method: str, name: str) -> None:
@@ -69,6 +70,7 @@ def test_plans_equal_one_device(method: str, name: str) -> None:
     assert split, "nothing was split, so nothing was shown"
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("method", COMPARATORS)
 def test_plans_over_axes_of_other_primes_equal_one_device(method: str) -> None:
     for plan in plans(method, "mlp", "1x3xH100" if method == "gpipe" else "2x3xH100"):

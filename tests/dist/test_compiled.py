@@ -111,6 +111,7 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
     return program.forward(ctx, mine, ()).loss.detach(), forward(ctx, mine, ()).loss.detach()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "method", "microbatches"),
     [
@@ -132,6 +133,7 @@ def test_compiled_blocks_train_alike(model: str, method: str, microbatches: int)
             assert torch.equal(left, right)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "method"),
     [("hf_gpt2", "megatron"), ("llama", "stripes around a ring")],
@@ -142,6 +144,7 @@ def test_a_forward_pass_is_one_graph(model: str, method: str) -> None:
         assert torch.equal(plain, compiled)
 
 
+@pytest.mark.slow
 def test_parallelize_compiles_when_told(tmp_path: Path) -> None:
     """One graph serves three layers and all steps."""
     factory = tmp_path / "model.py"

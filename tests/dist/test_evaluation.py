@@ -170,6 +170,7 @@ def _apart(model: Modes, trainer: rt.Trainer) -> float:
 MESHES = {"2x2": grid({"x": 2, "y": 2}), "2x3": grid({"x": 2, "y": 3})}
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", BUILDERS)

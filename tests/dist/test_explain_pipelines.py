@@ -88,6 +88,7 @@ def test_every_picosecond_of_every_device_has_a_cause(name: str, schedule: str) 
     assert mean.peak.held in [process.memory.at_peak for process in timeline.processes]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["mlp", "gpt", "hf_llama"])
 def test_the_next_best_way_is_a_plan(name: str, seed: int) -> None:
@@ -127,6 +128,7 @@ def test_the_next_best_way_is_a_plan(name: str, seed: int) -> None:
     assert tried
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_explained_by_name_and_beside_others(tmp_path: Path) -> None:
     captured = api.capture("zoo:llama", batch=8, seq=32)
     plan = api.search(captured, cluster="1x4xV100", method="gpipe", devices=4)

@@ -94,6 +94,7 @@ code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; exit $code""",
     return given | {"PATH": f"{tmp_path}{os.pathsep}{given['PATH']}"}
 
 
+@pytest.mark.slow
 def test_slurm_starts_two_nodes(folder: Path, slurm: dict[str, str]) -> None:
     file = exported(folder, "two", "slurm")
     command = ["bash", str(file)]
@@ -103,6 +104,7 @@ def test_slurm_starts_two_nodes(folder: Path, slurm: dict[str, str]) -> None:
     assert " 4 []" in done.stdout
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_are_one_message(folder: Path, slurm: dict[str, str]) -> None:
     file = exported(folder, "two", "slurm")
     text = file.read_text().replace("--nproc-per-node=2", "--nproc-per-node=1")

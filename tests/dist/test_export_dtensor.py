@@ -93,6 +93,7 @@ def run(module: dict[str, Any]) -> list[tuple[dict[str, Tensor], dict[str, Tenso
     return fork_ranks(4, on_rank, module)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", [data_parallel, fsdp, megatron])
 def test_plain_torch_computes_what_one_device_does(method: Any, graph: Graph) -> None:
     plan = plan_of(graph, next(method(graph, resolve_cluster(CLUSTER).cluster)))

@@ -94,6 +94,7 @@ def pipeline() -> tuple[rt.Pipeline, dict[str, Tensor], dict[str, Tensor]]:
     return staged.compiled(model, plan).pipeline, model.tensors, model.batch
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("hurt", "where"),
     [
@@ -296,6 +297,7 @@ def test_fewer_devices_go_on_with_the_losses_of_all(four: Plan, tmp_path: Path) 
     assert fresh[:SAVED] != pytest.approx(expected[SAVED:], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_another_method_where_the_plans_own_has_none(four: Plan) -> None:
     said: list[str] = []
     found = resume.replanned(replace(four, method="gpipe"), resume.Devices("8xcpu", 8), said.append)

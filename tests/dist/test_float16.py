@@ -90,6 +90,7 @@ def expected(name: str) -> Run:
         return by_torch(model, [batch] * 4, sgd, rt.LossScale(), 1.0)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("method", ["data_parallel", "fsdp", "megatron", "random0", "random1"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "dlrm"])
 def test_captured_models_train_as_in_plain_torch(name: str, method: str) -> None:

@@ -153,6 +153,7 @@ def document(command: list[str], code: int, capsys: pytest.CaptureFixture[str]) 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_one_command_for_the_cheapest_cluster(
     spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

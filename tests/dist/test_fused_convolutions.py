@@ -93,6 +93,7 @@ def error(model: Model, graph: Graph) -> float:
     return max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-2)) for a, b in pairs)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_towers_of_random_windows_are_one(seed: int) -> None:
     model = towers(seed)
@@ -269,6 +270,7 @@ WHOLE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_whole_tower_is_chosen_where_it_pays() -> None:
     plan, without = planned("1x1xcpu"), planned("1x1xcpu", forbid=["rewrite=*"])
     assert rules_of(plan) == WHOLE
@@ -278,6 +280,7 @@ def test_a_whole_tower_is_chosen_where_it_pays() -> None:
     assert plan.prediction.step_s < without.prediction.step_s
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "ranks", "asked"),
     [

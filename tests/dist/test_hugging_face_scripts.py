@@ -44,6 +44,7 @@ def of_the_script(spec: str, config: dict[str, Any]) -> Any:
     return kind(transformers.AutoConfig.from_pretrained(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LLAMA, T5, CLIP], ids=lambda c: c["model_type"])
 def test_a_model_with_its_own_settings_is_the_planned_one(
     tmp_path: Path, config: dict[str, Any]

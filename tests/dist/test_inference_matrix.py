@@ -42,6 +42,7 @@ def _cell(name: str, ranks: int, way: str) -> object:
     return pytest.param(name, ranks, way, id=f"{name}-{ranks}-{way}")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "ranks", "way"), [_cell(n, *c) for n in CONFIGS for c in CELLS])
 def test_tokens_and_caches(name: str, ranks: int, way: str) -> None:
     """Logits of a prompt and of three tokens after it, and what the caches are left with."""
@@ -76,6 +77,7 @@ def _check_split(plan: Plan, ranks: int, way: str) -> None:
         assert len(first.stages) == ranks
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("name", "ranks", "way"),
     [_cell(n, *c) for n in PASSES for c in CELLS if (n, c[1]) != ("vit", "sequence")],

@@ -191,6 +191,7 @@ def test_a_killed_rank_of_a_pipeline_names_its_stage(tmp_path: Path, said: Said)
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_one_message_and_ends(
     tmp_path: Path, said: Said, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def plan(point: Point) -> tuple[Model, Decisions]:
     return model, random_plan(model.graph, model.factored, (MESHES | FINER)[mesh], seed, steps)
 
 
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("point", POINTS, ids=lambda p: "-".join(map(str, p)))
 def test_a_random_plan_equals_one_device(point: Point) -> None:
     model, decisions = plan(point)

@@ -54,6 +54,7 @@ def decided(graph: Graph, call: Call, policy: str) -> ActivationDecision:
     return ActivationDecision(call.prefix, "recompute", values)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "policy", "microbatches", "sizes"),
     [
@@ -127,6 +128,7 @@ def stored(graph: Graph, *chunks: str) -> tuple[ParameterDecision, ...]:
 STORAGE = [("", "", "x"), ("", "x", "x"), ("x", "x", "x"), ("", "x", "xy"), ("y", "y", "yx")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "mlp"])
 def test_what_is_stored_and_buffers_of_collectives_are_as_predicted(name: str) -> None:
     torch.manual_seed(0)

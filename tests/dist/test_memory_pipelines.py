@@ -54,6 +54,7 @@ def rank(pipeline: Pipeline, tensors: dict[str, Tensor], batch: dict[str, Tensor
     return allocated(trainer, batch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
 def test_peaks_of_ranks_are_as_predicted(schedule: str, policy: str) -> None:
@@ -70,6 +71,7 @@ def test_peaks_of_ranks_are_as_predicted(schedule: str, policy: str) -> None:
         assert found / 1.03 - MESSAGE < said < found * (1.2 if schedule == "gpipe" else 1.08)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stored", ["", "x"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_reductions_take_no_more_than_the_gradients_that_leave(schedule: str, stored: str) -> None:

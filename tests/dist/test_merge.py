@@ -118,6 +118,7 @@ def error(name: str, mesh: str, steps: int, seed: int, graph: Graph | None = Non
     return difference(model(name).expected, found)[0]
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("mesh", MESHES)

@@ -89,6 +89,7 @@ def request_of(two: str, memory: int | None = None, method: str = "auto") -> Req
     )
 
 
+@pytest.mark.slow
 def test_slow_devices_get_fewer_layers(found: Plan) -> None:
     """All devices work, and the answer says what they are worth."""
     blocks = {
@@ -115,6 +116,7 @@ def test_it_is_equal_to_one_device(found: Plan) -> None:
     assert report.num_ranks == 3
 
 
+@pytest.mark.slow
 def test_it_is_saved_and_read_back(found: Plan, tmp_path: Path) -> None:
     again = api.load(api.save(found, tmp_path)["plan"])
     assert again == found
@@ -163,6 +165,7 @@ def test_no_split_is_below_the_bound(two: str, found: Plan) -> None:
     assert found.prediction.step_s * 1e12 <= min(steps)
 
 
+@pytest.mark.slow
 def test_no_type_of_device_holds_more_than_it_has(two: str, found: Plan, tmp_path: Path) -> None:
     """What a type may hold is kept although another type has more."""
     assert found.prediction is not None
@@ -179,6 +182,7 @@ def test_no_type_of_device_holds_more_than_it_has(two: str, found: Plan, tmp_pat
     assert request_of(two).fits(found.prediction)
 
 
+@pytest.mark.slow
 def test_what_is_too_slow_is_left_out(tmp_path: Path) -> None:
     """With both figures; the plan of one stage on the first part, or on the second."""
     slow = cluster(tmp_path, rate="200MFLOP/s")
@@ -275,6 +279,7 @@ def many_samples() -> tuple[nn.Module, dict[str, Tensor]]:
     return mlp.build(batch=16 * 4099, features=64, hidden=64, depth=4, classes=8)
 
 
+@pytest.mark.slow
 def test_replicas_run_as_much_as_they_are_fast(two: str, tmp_path: Path) -> None:
     """Each device has the whole model; the slow one runs half as many microbatches."""
     plan = api.plan(f"{__file__}:many_samples", cluster=two, optimizer="sgd")

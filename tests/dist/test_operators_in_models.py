@@ -217,6 +217,7 @@ MODELS: dict[str, Callable[[], Built]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_random_plans_of_a_model_are_equal(name: str) -> None:

@@ -72,6 +72,7 @@ def _eager_loss(state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) 
     return loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["fsdp", "megatron"])
 def test_weights_go_in_and_out(factory: str, tmp_path: Path, method: str) -> None:
     """Trained weights equal eager training that started from the same file."""
@@ -174,6 +175,7 @@ def test_a_loss_function_that_is_left_out_is_told(tmp_path: Path) -> None:
         api.parallelize(torch.nn.Linear(3, 2), plan, optimizer=adamw)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_error_has_the_facts(
     factory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

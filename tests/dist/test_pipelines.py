@@ -37,6 +37,7 @@ def assert_proved(name: str, decisions: Decisions) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("seed", range(24))
 def test_drawn_pipelines(seed: int) -> None:
     """Any items in any stage as long as no value goes back, on unequal meshes, with random layouts
@@ -48,6 +49,7 @@ def test_drawn_pipelines(seed: int) -> None:
     assert_proved(name, pipeline_of(lowered.model(name), schedule, rng.choice([2, 4, 4]), seed))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "cnn", "hf_mixtral"])
 def test_more_stages_than_two(name: str) -> None:
     """Skip connections over several stages; batch norm; experts that all stages' losses meet."""
@@ -85,6 +87,7 @@ def test_several_values_for_several_stages_of_a_rank() -> None:
             )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("name", ["gpt", "hf_llama"])

@@ -302,6 +302,7 @@ CHOSEN: Mapping[str, str] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_what_pays_is_chosen_and_proved(name: str) -> None:
     plan = planned(name)
@@ -318,6 +319,7 @@ def test_what_pays_is_chosen_and_proved(name: str) -> None:
     assert cost.text == "--forbid rewrite=*"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_explain_says_what_each_saves(name: str) -> None:
     plan = planned(name)
@@ -367,12 +369,14 @@ def test_an_edited_rewrite_is_refused() -> None:
             api.verify(replace(plan, decisions=wrong))
 
 
+@pytest.mark.slow
 def test_a_pin_on_an_operator_leaves_its_block_as_it_is() -> None:
     plan = asked("attention", pin=["blocks.0.q=d0:x"])
     assert not plan.decisions.rewrites
     assert api.verify(plan).passed
 
 
+@pytest.mark.slow
 def test_products_of_unequal_widths_are_planned_on_several_devices() -> None:
     """Where they stay apart, their splits are said in their own factors."""
     plan = asked("unequal", devices=2)

@@ -20,6 +20,7 @@ def benchmark() -> Iterator[ModuleType]:
     sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_random_module_is_equal_or_refused(
     benchmark: ModuleType, tmp_path: Path, seed: int

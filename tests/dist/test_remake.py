@@ -79,6 +79,7 @@ def random_case(found: Model, seed: int, microbatches: int = 1) -> Decisions:
     return plan
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_random_values_in_random_layouts(name: str) -> None:
     found = model(name)

@@ -70,6 +70,7 @@ def replicas(graph: Graph, case: Case, seed: int) -> Decisions:
     return replace(whole, stages=tuple(stages), schedule="listed", actions=tuple(lists))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "hf_gpt2", "hf_llama", "dlrm"])
 def test_replicas_equal_one_device(name: str, case: Case) -> None:

@@ -95,6 +95,7 @@ def test_points_equal_one_device(point: str, name: str) -> None:
     assert error <= TOLERANCE, where
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MIXTURES)
 @pytest.mark.parametrize("point", ROUTED)
 def test_experts_over_ranks_equal_one_device(point: str, name: str) -> None:

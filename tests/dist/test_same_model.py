@@ -317,6 +317,7 @@ def plan_2(folder: Path) -> Plan:
     return planned(written(folder, "two"), "2xcpu")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("number", range(len(EDITS)), ids=lambda n: f"{n}:{EDITS[n]}")
 def test_an_edited_model_is_told_from_the_planned_one(
     plan: Plan, folder: Path, number: int
@@ -350,6 +351,7 @@ def told_on_each(plan: Plan, specs: tuple[str, ...]) -> list[str]:
     return fork_ranks(plan.decisions.mesh.num_ranks, rank)
 
 
+@pytest.mark.slow
 def test_every_rank_ends_with_what_rank_0_found(folder: Path) -> None:
     plan = planned(written(folder, "four"), "4xcpu")
     other = written(folder, "four_other", Edit("nn.GELU()", "nn.ReLU()"))
@@ -363,6 +365,7 @@ def test_every_rank_ends_with_what_rank_0_found(folder: Path) -> None:
     assert told[0].startswith("5 FingerprintError: rank 2 built another model than rank 0: ")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "edit",
     [
@@ -445,6 +448,7 @@ def llama_plan(folder: Path) -> Plan:
     return api.plan(str(path), cluster="1xcpu", method="data_parallel", batch=2, seq=8)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -477,6 +481,7 @@ def test_a_changed_config_is_told(
         api.parallelize(made.model, plan, optimizer=torch.optim.AdamW)
 
 
+@pytest.mark.slow
 def test_a_run_with_another_model_ends_with_exit_code_5(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ VARIANTS: dict[str, tuple[Chosen, str]] = {
 }
 
 
+@pytest.mark.sample(22)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_settings_that_differ(layout: str, variant: str) -> None:

@@ -144,6 +144,7 @@ def test_a_batch_keeps_enough_samples_for_its_statistics(unit: int, expected: in
     assert small_batch(64, lambda size: 2, 2, apart=True) == 8
 
 
+@pytest.mark.slow
 def test_config_is_planned_and_proved_small(tmp_path: Path) -> None:
     spec = config(tmp_path, LLAMA)
     plan = api.plan(

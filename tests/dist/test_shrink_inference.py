@@ -62,6 +62,7 @@ def _plan(folder: Path, name: str, way: str) -> tuple[Plan, Loaded]:
     return plan, loaded
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "way"), [("llama", "positions"), ("gpt2", "stages"), ("t5", "heads")]
 )
@@ -90,6 +91,7 @@ def test_caches_lie_as_they_do_in_the_plan(tmp_path: Path) -> None:
     assert len(homes) == 4  # keys and values of two layers, of three
 
 
+@pytest.mark.slow
 def test_a_wrong_program_fails_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = _plan(tmp_path, "llama", "heads")
     right = rt.write_cache
@@ -103,6 +105,7 @@ def test_a_wrong_program_fails_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "logits of token 2" in str(report.first_difference)
 
 
+@pytest.mark.slow
 def test_what_prompts_lose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy whose prompts do not divide says so: decisions are dropped by name."""
     plan, loaded = _plan(tmp_path, "llama", "heads")
@@ -116,6 +119,7 @@ def test_what_prompts_lose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "not kept: prompts: model.layers.0.self_attn.q_proj" in shrink(plan, loaded).text
 
 
+@pytest.mark.slow
 def test_one_pass_is_proved_small() -> None:
     """A denoiser, by samples."""
     loaded = load_abstract("zoo:dit_xl_denoiser", batch=BATCH, limit=0)

@@ -34,6 +34,7 @@ def plan_of(spec: str, batch: int, decisions: Decisions) -> Plan:
     return replace(plan, source=ModelSource(spec, batch, 16))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("spec", "schedule"),
     [("zoo:gpt", "interleaved_1f1b"), ("zoo:gpt", "zb_v"), ("zoo:llama", "zb_h1")],
@@ -60,6 +61,7 @@ def test_pipelines_are_proved_small(spec: str, schedule: str) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.slow
 def test_replicas_and_larger_microbatches_are_kept() -> None:
     """One replica has three microbatches of four; and one stage runs four at once."""
     loaded, graph = built("zoo:gpt", 32)
@@ -94,6 +96,7 @@ def test_replicas_and_larger_microbatches_are_kept() -> None:
     assert proved(copy).passed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_copies_of_random_cuts_are_plans(seed: int) -> None:
     """Any items in any stage: the copy has stages that are a cut of it, and lists that run."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from parloom.execute.files import read_plan
 
 PLAN = [sys.executable, "-m", "parloom", "plan", "zoo:mlp", "--cluster", "2x4xcpu"]
@@ -63,6 +65,7 @@ for number, asked in enumerate({ASKED!r}):
 """
 
 
+@pytest.mark.slow
 def test_the_same_question_gives_the_same_bytes(tmp_path: Path) -> None:
     """Whatever order sets have, and however many threads there are."""
     files = []

@@ -215,6 +215,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_named_in_the_next_call(
     run: tuple[Any, Batch, Loss, Trainer], name: str
@@ -321,6 +322,7 @@ def _on_one_rank(plan: Plan, name: str, which: int) -> str:
     return ""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "which"), [*((name, 1) for name in ONE_RANK), ("loss", 0), ("meta", 0)]
 )
@@ -350,6 +352,7 @@ def _changed_in_a_step(plan: Plan, change: str) -> None:
         trainer.step(batch)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", IN_A_STEP)
 def test_a_rank_raises_in_a_step(plan_2: Plan, change: str) -> None:
     told = re.escape(IN_A_STEP[change])

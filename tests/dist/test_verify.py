@@ -93,6 +93,7 @@ def test_a_missing_piece_fails() -> None:
     assert not report.passed
 
 
+@pytest.mark.slow
 def test_long_proofs_tell_where_they_are_and_why_they_died(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = api.plan("zoo:mlp", cluster="2xcpu", devices=2, batch=4, method="data_parallel")
     said: list[str] = []

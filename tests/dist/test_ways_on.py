@@ -66,6 +66,7 @@ def refused(made: Loaded, plan: Plan, loss: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp64"])
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_model_of_another_dtype_is_cast_as_told(tmp_path: Path, dtype: str, saved: bool) -> None:

@@ -13,6 +13,7 @@ BOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 MOST_BYTES = 40_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOOKS)
 def test_outputs_are_what_the_cells_give(
     name: str, tmp_path: Path, pytestconfig: pytest.Config

@@ -29,6 +29,7 @@ def check(graph: Graph, cluster: str, text: str) -> None:
     check_pins(pinned, factored, load_cluster(cluster))
 
 
+@pytest.mark.slow
 def test_the_command_and_the_table(reader: Path) -> None:
     (block,) = (b for b in blocks_of(PAGE) if b.language == "console")
     short = ["--budget", "100", "--out", "here"]

@@ -29,6 +29,7 @@ def commands(columns: int) -> list[str]:
     return ["\n".join(lines) for lines, _ in commands_of(screens(columns).read_text("utf-8"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_screens_are_as_they_were(
     columns: int, reader: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config

@@ -118,6 +118,7 @@ def test_the_smallest_plan_recomputes() -> None:
     assert found.plan.peak_bytes <= tight().proposals[0].peak_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("count", "wanted"), [(1, Wanted.PRICE), (None, Wanted.PLAN)])
 def test_a_price_is_of_plans_with_blocks_only_where_others_do_not_fit(
     count: int | None, wanted: Wanted
@@ -131,6 +132,7 @@ def test_a_price_is_of_plans_with_blocks_only_where_others_do_not_fit(
     assert not any("as blocks" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_budget_is_of_both_searches() -> None:
     much = 10**6
     whole = search_with_blocks(asked(SHARE, budget=much), base_of(asked()), quiet)
@@ -145,6 +147,7 @@ def test_a_budget_is_of_both_searches() -> None:
     assert (early.status, early.work_left) == (Status.OUT_OF_BUDGET, 0)
 
 
+@pytest.mark.slow
 def test_pins_hold_in_blocks() -> None:
     """Negative control: the plan without the pin breaks it, whatever functions operators are in."""
     graph = model()

@@ -79,6 +79,7 @@ def enough(method: str, graph: Graph, count: int) -> bool:
     return len(clustered(chain_of(graph, factorize(graph)), 2 * count)) >= count
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 @examples(8)
 @given(st.integers(0, 10**6))
@@ -108,6 +109,7 @@ def test_one_device_has_nothing_to_choose(method: str) -> None:
     lower(model(), plan.decisions)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_question_has_the_same_plans(method: str) -> None:
     cluster = TWO if method in ("gpipe", "alpa_inter") else EIGHT  # the model has few items

@@ -131,6 +131,7 @@ def test_a_batch_that_does_not_divide_has_no_microbatches() -> None:
     assert microbatch_of(program, 1) is program
 
 
+@pytest.mark.slow
 def test_what_finer_meshes_leave_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(random_graph(Random(4), num_operators=4), DataSheets(EIGHT), ADAM, PLENTY)
     found = []
@@ -203,6 +204,7 @@ def test_of_proposals_that_are_nearly_alike_the_fastest_stands() -> None:
     assert distinct([fastest, near, lean, slower, other]) == [fastest, lean, slower, other]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8])
 def test_plans_fit_and_none_is_below_the_bound(share: float) -> None:
     """Under a limit on memory, with microbatches and values that are made again."""

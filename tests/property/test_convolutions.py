@@ -144,6 +144,7 @@ def extents(kind: Kind, along: Along, image: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.sample(31)
 @pytest.mark.parametrize("seed", range(60))
 def test_calls_are_one_along_their_factors_and_no_other_dims(seed: int) -> None:
     """By proof and in numbers; where numbers say that it is false, the proof must not hold."""

@@ -90,6 +90,7 @@ def best_of(request: Request, search: PipelineSearch) -> float:
     return min((one.timeline.step_ps for one in fitting), default=inf)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [1, 3, 4, 7])
 def test_no_pipeline_is_faster(seed: int) -> None:
     request, layouts = drawn(seed, 4)
@@ -112,6 +113,7 @@ def test_no_pipeline_is_faster_in_little_memory(seed: int) -> None:
     assert least.step_ps >= fastest.timeline.step_ps
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 8, 15, 42, 48, 53, 117])
 def test_bounds_of_splits_hold(seed: int) -> None:
     """None is simulated to be faster, and they come in ascending order: with operators that no

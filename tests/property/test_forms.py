@@ -124,6 +124,7 @@ def least(request: Request, mesh: Mesh, forms: Forms | None = None) -> tuple[flo
     return float(rows @ PRICES), form_of(context.layouts, values)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("shared", [0.0, 0.4])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_least_of_all_forms_is_found_at_once(seed: int, shared: float) -> None:

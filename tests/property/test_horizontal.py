@@ -53,6 +53,7 @@ def others(kind: Kind, along: Along) -> Iterator[Along]:
                 yield replace(along, operands=tuple(dims))
 
 
+@pytest.mark.slow
 def test_calls_are_one_along_no_other_dims() -> None:
     """Each of these is refused or true, and most are refused."""
     refused = 0

@@ -50,6 +50,7 @@ def lowered(factored: Factored, samples: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("kind", ["", "joined", "norm"])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("number", [2, 4, 6])

@@ -81,6 +81,7 @@ def test_no_plan_of_a_part_is_below_the_bound(seed: int, factor: float) -> None:
         assert found.bound_ps <= there.bound_ps * (1 + 1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("factor", [1.0, 100.0])
 def test_no_part_alone_has_a_faster_plan(factor: float) -> None:
     asked = request_of(model(), slow(NODES, factor))

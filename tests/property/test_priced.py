@@ -34,6 +34,7 @@ class EstimateErrors(Table):
         return super().seconds(operator)
 
 
+@pytest.mark.sample(462)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_has_a_price(name: str) -> None:
     """From data sheets for every generation of software, and from a calibration."""

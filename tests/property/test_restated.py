@@ -71,6 +71,7 @@ def boxes(rule: Rule, chosen: dict[str, tuple[str, ...]]) -> list[frozenset[int]
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_same_elements_as_far_as_they_can_be_said(seed: int) -> None:
     given, rule = random_rules(Random(seed))

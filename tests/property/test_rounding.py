@@ -83,6 +83,7 @@ def test_kernels_of_torch_say_the_same(name: str, checked: ModuleType) -> None:
         assert larger == (dtype not in NARROWLY[name][3]) or only_moves(made(name))
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_kernels(checked: ModuleType) -> None:
     """Of each side by itself, shape by shape."""
     rules = [own.rule for own in known_rules().values() if not only_moves(own.rule)]

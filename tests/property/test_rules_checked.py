@@ -28,6 +28,7 @@ def test_rules_hold_in_numbers_with_gradients(checked: ModuleType) -> None:
         assert checked.check(found, 3, 0) == [], found.id
 
 
+@pytest.mark.slow
 def test_each_operator_of_rules_is_run(checked: ModuleType) -> None:
     """One rule of each set of operators, on one shape."""
     first = {name.rpartition("_")[0]: own.rule for name, own in known_rules().items()}

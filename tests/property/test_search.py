@@ -74,6 +74,7 @@ def searched(graph: Graph, mesh: Mesh, count: int, limit: float) -> ContextSearc
     return context
 
 
+@pytest.mark.slow
 def test_a_context_finds_what_enumeration_finds_on_two_axes() -> None:
     """Enumerated with every order of the axes on a factor."""
     graph = random_graph(Random(2), num_operators=2)
@@ -219,6 +220,7 @@ def test_storage_is_priced_as_the_cost_layer_counts_it(level: int) -> None:
         assert stored > sum(found.stored_bytes().values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cluster", [TWO, EIGHT])
 def test_bounds_hold_for_every_plan_found(cluster: Cluster) -> None:
     found = search(Request(model(), DataSheets(cluster), ADAM, PLENTY), BASE, silent)

@@ -51,6 +51,7 @@ def test_where_nothing_fits_every_mesh_is_looked_at_once() -> None:
     assert all(line.endswith("; nothing fits yet") for line in lines)
 
 
+@pytest.mark.slow
 @examples(3)
 @given(st.integers(0, 10**6), st.booleans())
 def test_the_smallest_plan_that_is_named_is_the_smallest(seed: int, blocks: bool) -> None:
@@ -90,6 +91,7 @@ def test_without_proof_the_plan_is_the_same_and_a_price_looks_at_no_finer_mesh()
     assert price.proposals[0].prediction.step_s >= proved.proposals[0].prediction.step_s
 
 
+@pytest.mark.slow
 @examples(3)
 @given(st.integers(0, 10**6))
 def test_no_plan_is_smaller_than_the_smallest(seed: int) -> None:
@@ -105,6 +107,7 @@ def test_no_plan_is_smaller_than_the_smallest(seed: int) -> None:
     assert bound <= min(peaks) <= least.prediction.peak_bytes <= 1.05 * min(peaks)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
 @pytest.mark.parametrize("cluster", ["2x4xH100", "4x2xRTX4090", "4xcpu"])
 def test_no_bound_is_above_the_plan_that_it_stands_beside(cluster: str, share: float) -> None:

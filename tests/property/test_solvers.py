@@ -103,6 +103,7 @@ def test_pruning_bounds_and_keeps_the_best(drawn: tuple[Model, Floats], sweeps: 
             assert any(all(a[v] for a, v in zip(alive, some, strict=True)) for some in best)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("cells", "largest"), [(10**6, 10**6), (10**6, 12), (10**6, 0), (0, 0)])
 def test_minima_are_those_of_enumeration(
     monkeypatch: pytest.MonkeyPatch, cells: int, largest: int

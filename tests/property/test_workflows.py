@@ -31,6 +31,7 @@ def planned(workflow: Workflow, method: Method = Method.EXACT) -> Plan | None:
         return None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_exact_plans_cost_what_enumeration_finds(block: int) -> None:
     for seed in range(block * EVERY, DRAWN, BLOCKS * EVERY):
@@ -97,6 +98,7 @@ def test_drawn_workflows_have_plans_of_every_kind() -> None:
     assert unequal >= 40
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("block", range(4))
 def test_plans_in_time_cost_what_enumeration_finds(block: int) -> None:
     for seed in range(block * 10, (block + 1) * 10):
@@ -109,6 +111,7 @@ def test_plans_in_time_cost_what_enumeration_finds(block: int) -> None:
             check(plan)
 
 
+@pytest.mark.slow
 def test_an_oracle_of_other_rules_finds_other_costs() -> None:
     """Negative control: workers that serve several operators, messages that go down."""
     shared = one_way = 0
@@ -124,6 +127,7 @@ def test_an_oracle_of_other_rules_finds_other_costs() -> None:
     assert one_way > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [Method.JELLYBEAN, Method.GREEDY, Method.ALL_EDGE])
 def test_other_methods_make_plans_that_hold_and_are_no_cheaper(method: Method) -> None:
     found = 0
@@ -209,6 +213,7 @@ def choices(workflow: Workflow) -> list[dict[str, Variant]]:
     return found
 
 
+@pytest.mark.slow
 def test_simulated_rates_and_times_are_the_planned_ones() -> None:
     played_some = compared = unequal = 0
     for seed in range(40):

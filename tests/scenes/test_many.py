@@ -60,6 +60,7 @@ def test_submit(reader: Path) -> None:
     assert "error: the plan is for 4 ranks (4xcpu) and this job has 3; start 4 processes" in said
 
 
+@pytest.mark.slow
 def test_money(reader: Path) -> None:
     asked = (
         "parloom plan zoo:gpt --cluster 1x2xH100,1x4xH100 --method fsdp --price 2.10/gpu-h"
@@ -72,6 +73,7 @@ def test_money(reader: Path) -> None:
     assert document["pareto"][0]["cost"]["usd"] > 0
 
 
+@pytest.mark.slow
 def test_mixed_cluster(reader: Path) -> None:
     text = (FOLDER / "lab.yaml").read_text()
     Path("lab.yaml").write_text(text)
@@ -88,6 +90,7 @@ def test_mixed_cluster(reader: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_share_and_export(reader: Path) -> None:
     told("parloom plan zoo:mlp --cluster 4xcpu --out runs/mlp")
     told("parloom report runs/mlp --out report.html").says("needs no network")

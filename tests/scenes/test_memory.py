@@ -18,6 +18,7 @@ from tests.scenes.told import told
 pytestmark = pytest.mark.xdist_group("pages")
 
 
+@pytest.mark.slow
 def test_does_not_fit(reader: Path) -> None:
     """What fills memory, the bound over all plans, and what would fit, each with its price."""
     told("parloom plan zoo:mlp --cluster 1x2xA100-40GB --memory 6MB", code=3).says(

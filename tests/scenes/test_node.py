@@ -49,6 +49,7 @@ def test_run(reader: Path) -> None:
     assert " ms | " in out
 
 
+@pytest.mark.slow
 def test_explain(reader: Path) -> None:
     told("parloom plan zoo:mlp --cluster 4xcpu --out runs/mlp")
     told("parloom explain runs/mlp layers.1:linear#0").says(
@@ -61,6 +62,7 @@ def test_explain(reader: Path) -> None:
     told("parloom explain runs/mlp --versus runs/mine/plan.json").says("^step time by cause")
 
 
+@pytest.mark.slow
 def test_constrain(reader: Path) -> None:
     asked = "parloom plan zoo:mlp --cluster 4xcpu --pin head=replicated --pin stages=1"
     told(f"{asked} --memory 12MB").says(

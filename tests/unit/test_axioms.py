@@ -272,6 +272,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.sample(85)
 @pytest.mark.parametrize(("line", "dims"), EVERY, ids=lambda own: str(own)[:40])
 def test_axioms_hold_in_numbers(line: str, dims: dict[str, int]) -> None:
     rng, fits = np.random.default_rng(0), 0

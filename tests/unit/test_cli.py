@@ -486,6 +486,7 @@ def test_a_bug_is_one_line_and_a_file(api: FakeApi, capsys: pytest.CaptureFixtur
     assert "zoo:gpt" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("flags", [["--version"], ["cluster", "show", "4xcpu"], ["--json"]])
 def test_a_stdout_that_takes_nothing_is_no_bug(flags: list[str]) -> None:
     arguments = ["cluster", "show", "4xcpu", "--json"] if flags == ["--json"] else flags
@@ -722,6 +723,7 @@ def test_what_the_system_refuses_is_no_bug(
     assert said in line
 
 
+@pytest.mark.slow
 def test_nothing_can_be_written_anywhere(tmp_path: Path) -> None:
     program = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0));"

@@ -39,6 +39,7 @@ def elsewhere(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_plans_where_processes_cannot_be_forked(tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     file.write_text("device: cpu\nlevels: [{name: loopback, size: 2, bandwidth: 0.9GB/s}]\n")

@@ -117,6 +117,7 @@ def test_what_an_operator_is_bound_by() -> None:
     assert bound(big, "blocks.0.up:linear#0") == "arithmetic"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [1, 2])
 def test_all_names_of_all_plans(count: int) -> None:
     plans = [tensor_parallel(count), *fsdp(GRAPH, CLUSTER, count)]

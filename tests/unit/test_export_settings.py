@@ -166,6 +166,7 @@ def test_other_configurations(
     assert torchtitan.settings(found).missing == of_torchtitan
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("tensor", "expert"), [(1, 4), (2, 2), (2, 8)])
 def test_experts(tensor: int, expert: int) -> None:
     sizes = {"vocab": 64, "width": 16, "depth": 2, "heads": 4, "head_width": 4, "inner": 32}

@@ -161,6 +161,7 @@ def test_a_network_joins_racks(published: ModuleType) -> None:
     assert four.levels[-1].name == "InfiniBand"
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_from_its_row(fidelity: ModuleType) -> None:
     row = ROW | {"family": "moe", "kv_heads": "2", "head_dim": "16", "n_experts": "8", "ep": "4",
                  "experts_topk": "2", "moe_ffn_hidden": "32", "pp": "1", "dp": "8"}  # fmt: skip

@@ -92,6 +92,7 @@ def test_products_with_one_weight_are_one(method: str) -> None:
     assert work_ps(asked, texts) < work_ps(asked, ())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ALGEBRA)
 def test_what_has_one_form_stays(method: str) -> None:
     """And the plan is that of `auto`."""
@@ -105,6 +106,7 @@ def test_what_has_one_form_stays(method: str) -> None:
     assert found.bound_s is found.solver_gap is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ALGEBRA)
 @pytest.mark.parametrize("made", [gated(), summed()], ids=["gated", "summed"])
 def test_plans_are_of_the_graph_that_was_asked_about(method: str, made: Graph) -> None:
@@ -119,6 +121,7 @@ def test_plans_are_of_the_graph_that_was_asked_about(method: str, made: Graph) -
         assert replace(asked, graph=again).predict(plan.decisions) == plan.prediction
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ALGEBRA)
 def test_pins_on_rewrites_hold(method: str) -> None:
     made = gated()

@@ -36,6 +36,7 @@ def axes_of(found: Program, key: str) -> dict[str, tuple[str, ...]]:
     return {factor.rstrip("0123456789") or factor: axes for factor, axes in node.factors}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("name", "columns", "rows"),

@@ -62,6 +62,7 @@ def test_random_plans_that_are_lowered_are_plans_of_the_space(
     assert kinds == {"stored", "whole", "values", "cut"}
 
 
+@pytest.mark.slow
 def test_a_bad_plan_is_made_faster_and_a_wrong_bound_is_undercut(
     climbing: ModuleType, asked: Request
 ) -> None:

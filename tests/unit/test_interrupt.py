@@ -26,6 +26,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -48,6 +49,7 @@ def test_an_interrupted_import_is_one_line(name: str, arguments: list[str]) -> N
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
 
 
+@pytest.mark.slow
 def test_a_parent_that_ignores_the_signal_has_its_way() -> None:
     program = PROGRAM.format(name="typer").replace("signal.default_int_handler", "signal.SIG_IGN")
     command = [sys.executable, "-c", program, "--version"]
@@ -82,6 +84,7 @@ sys.exit(command.main())
 """
 
 
+@pytest.mark.slow
 def test_an_import_in_a_search_ends_before_the_search_with_its_best_plan(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SEARCH]
     done = subprocess.run(command, check=False, capture_output=True, cwd=tmp_path, timeout=300)

@@ -52,6 +52,7 @@ def assert_alike(one: ContextSearch, other: ContextSearch) -> None:
             np.testing.assert_array_equal(legal, allowed)
 
 
+@pytest.mark.slow
 def test_shared_prices_are_those_that_each_program_has_alone() -> None:
     known, compared = Known(), 0
     first = asked(CLUSTERS[0])
@@ -66,6 +67,7 @@ def test_shared_prices_are_those_that_each_program_has_alone() -> None:
     assert compared > 2 * len(CLUSTERS)
 
 
+@pytest.mark.slow
 def test_prices_of_other_links_are_told_apart() -> None:
     """The comparison sees prices that are of another cluster."""
     request, known = asked(CLUSTERS[0]), Known()

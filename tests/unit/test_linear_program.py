@@ -65,6 +65,7 @@ def knapsack(seed: int, size: int = 40, rows: int = 8, unit: float = 1.0) -> Lin
     return program
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_solver_that_is_cut_short_has_the_best_so_far_and_its_bound(seed: int) -> None:
     whole, cut = knapsack(seed).solve(), knapsack(seed).solve(max_nodes=1)
@@ -88,6 +89,7 @@ def test_what_is_not_possible_has_no_answer() -> None:
     assert program.solve() is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("unit", [1e-3, 1e-6])
 def test_the_gap_is_a_share_of_the_cost_however_small_that_is(unit: float) -> None:
     gap = 1e-6
@@ -108,6 +110,7 @@ def test_what_the_solver_cannot_answer_is_no_answer() -> None:
         program.solve()
 
 
+@pytest.mark.slow
 def test_a_solver_that_has_enough_goes_on_where_it_has_nothing() -> None:
     whole, enough = knapsack(0).solve(), knapsack(0).solve(enough_nodes=1)
     assert whole is not None

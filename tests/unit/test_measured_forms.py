@@ -59,6 +59,7 @@ def test_losses_that_differ_are_refused(module: Any, wrong: float) -> None:
         forms.check({"one": 1.0, "other": wrong}, forms.CLOSE)
 
 
+@pytest.mark.slow
 def test_a_form_that_computes_something_else_is_refused(
     module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +102,7 @@ def test_only_what_should_trains_in_adapted_models(module: Any, frozen: bool) ->
     assert trained == {"head"} | (set() if frozen else {"down", "up"})
 
 
+@pytest.mark.slow
 def test_a_merged_form_is_measured_and_trains_alike(module: Any) -> None:
     plans, forms = module("measured_forms_plans"), module("measured_forms")
     torch.set_num_threads(1)

@@ -97,6 +97,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SUFFIXES)
 def test_every_odd_file_ends_with_exit_2_and_one_message(kind: str, folder: Path) -> None:
     names = {odd: f"{odd}{SUFFIXES[kind]}" for odd in ODD}

@@ -374,6 +374,7 @@ def test_period_and_makespan_of_four_stages_and_eight_microbatches(
     assert found.period_s == period * 5e-12
 
 
+@pytest.mark.slow
 @given(st.integers(2, 8), st.integers(1, 24), st.tuples(*[st.integers(1, 40)] * 3))
 def test_more_memory_never_takes_longer(ranks: int, microbatches: int, times: Times) -> None:
     forward, backward, weights = times

@@ -289,6 +289,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_rewrites_hide_no_faster_pipeline_of_the_model_as_it_is(name: str, tmp_path: Path) -> None:
     free, plain = (
@@ -299,6 +300,7 @@ def test_rewrites_hide_no_faster_pipeline_of_the_model_as_it_is(name: str, tmp_p
     assert free.step_ps <= plain.step_ps * (1 + 1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "cluster"),
     [(TWICE, "2x2xcpu"), (STACKED, "1x4xV100"), (ESTIMATED, "1x4xV100")],
@@ -312,6 +314,7 @@ def test_rewrites_hide_no_faster_plan_of_the_model_as_it_is(
     assert free.prediction.step_s <= plain.prediction.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_plans_are_improved_in_their_form(tmp_path: Path) -> None:
     """As where that form is all there is."""
     request = asked(JOINED, "1x4xV100", tmp_path)

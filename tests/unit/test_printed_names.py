@@ -93,6 +93,7 @@ VERBS: tuple[list[str], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 def test_plans_with_control_characters_are_refused(tmp_path: Path, verb: list[str]) -> None:
     for control in CONTROLS[:3]:

@@ -189,6 +189,7 @@ def test_devices(published: ModuleType) -> None:
     assert blackwell.rate("float4") == 2 * blackwell.rate("float8")
 
 
+@pytest.mark.slow
 def test_what_is_not_told_is_the_first_that_fits(
     published: ModuleType, fidelity: ModuleType
 ) -> None:
@@ -215,6 +216,7 @@ def test_what_is_not_told_is_the_first_that_fits(
     assert "full recomputation" in fidelity.predict(large, False, []).assumed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("changes", "millions", "trained"),
     [
@@ -252,6 +254,7 @@ def test_parameters_of_models(
     assert sum(size for size, moves in sizes if moves) == pytest.approx(trained, rel=2e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["gpt", "llama", "moe", "latent", "bert", "xl", "window"])
 def test_a_resized_graph_is_the_captured_one(models: ModuleType, family: str) -> None:
     attention = {"groups": 2, "head_width": 16}
@@ -328,12 +331,14 @@ def test_graphs_are_shared(models: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         models.graph_of(models.model_of(row | {"hidden": "128"}, "bfloat16", 1), 8, known)
 
 
+@pytest.mark.slow
 def test_rows_in_processes_are_the_same(fidelity: ModuleType) -> None:
     rows = [ROW | {"id": str(i), "hidden": str(64 * (1 + i % 2))} for i in range(4)]
     assert fidelity.predicted(rows, False, 2) == fidelity.predicted(rows, False, 1)
     assert [row.id for row in fidelity.predicted(rows, False, 1)] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.sample(47)
 @pytest.mark.parametrize("name", sorted(set(ROW) - {"target_seconds_per_iter", "id"}))
 @pytest.mark.parametrize("text", ["", "-1", "3.5 x, b; c: 4 or ??"])
 def test_whatever_a_cell_says_there_is_a_prediction_or_a_reason(

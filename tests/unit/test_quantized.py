@@ -243,6 +243,7 @@ levels: [{name: network, size: 2, bandwidth: 50Mbit/s, latency: 200us}]
 """
 
 
+@pytest.mark.slow
 def test_the_search_uses_it_only_where_it_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "slow.yaml").write_text(SLOW_LINK)
     program = api.capture("zoo:mlp", batch=8192, optimizer="sgd")

@@ -218,6 +218,7 @@ def test_what_is_made_again_comes_before_the_first_that_needs_it() -> None:
     assert again == [made, made + 1]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6))
 def test_random_lists_lose_no_memory(seed: int) -> None:
     rng = Random(seed)

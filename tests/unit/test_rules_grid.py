@@ -70,6 +70,7 @@ def fastest(points: Iterable[Point], limit: int) -> float:
     return min(p.prediction.step_s for p in points if p.prediction.peak_bytes <= limit)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_best_point_is_found_with_few_simulations(rule: str, share: float) -> None:
@@ -84,6 +85,7 @@ def test_the_best_point_is_found_with_few_simulations(rule: str, share: float) -
     assert fastest(found, request.limit_bytes) <= SLACK[share] * best
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_every_point_is_legal(rule: str) -> None:
     request = asked(stack(2, batch=12, seq=8))

@@ -74,6 +74,7 @@ def enumerated(plan: Decisions, key: str) -> list[tuple[int, int]]:
 KEYS = ("blocks.0.up:linear#0", "blocks.1:add#0", "tokens:embedding#0", "head:linear#0")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("key", KEYS)
 def test_the_best_ways_of_an_operator_are_those_of_an_enumeration(key: str) -> None:
     for plan in (*megatron(GRAPH, CLUSTER), *data_parallel(GRAPH, CLUSTER)):
@@ -93,6 +94,7 @@ def test_ways_in_any_plan(seed: int, key: str) -> None:
     assert [(w.timeline.step_ps, w.timeline.peak_bytes) for w in found.best] == wanted[:3]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("key", KEYS)
 def test_of_many_ways_the_best_are_tried(key: str) -> None:
     """Prices beside the neighbors put the best way of all among the first third."""

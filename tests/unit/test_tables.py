@@ -25,6 +25,7 @@ def _check(name: str, prompt: int, new_tokens: int) -> None:
     check_positions(made.decode, made.prefill, new_tokens)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_last_token_has_a_position(name: str) -> None:
     """The last token is not read: of 5 after 12, four are, at positions 12 to 15."""

@@ -25,6 +25,7 @@ def plans(asked: Request) -> list[Decisions]:
     return list(COMPARATORS["unity"](asked, BASE, lambda text: None))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("spec", ["1xV100", "2xV100"])
 def test_known_forms_are_found(spec: str) -> None:
     for made, op in ((gated(), "parloom.linears"), (summed(), "linear")):
