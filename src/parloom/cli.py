@@ -20,7 +20,7 @@ import typer
 
 from parloom import __version__, arguments
 from parloom.cli_cluster import cluster_app, named_or_here
-from parloom.cli_inference import plan_inference
+from parloom.cli_inference import plan_inference, tell_program
 from parloom.cli_money import plan_front, scale, tokens_of
 from parloom.cli_options import (
     BUDGET,
@@ -318,6 +318,7 @@ def simulate(
     seen = api.observed(chosen, run_log) if run_log else []
     spans = [of_stage.actions for of_stage in seen]
     beside = observed.observed_timeline(spans) if seen else None
+    tell_program(chosen)
     played = api.simulate(chosen, calibration)
     source = api.source_of(chosen, calibration, peak_bytes=played.peak_bytes)
     if warning := uncalibrated_words(chosen, source):
@@ -361,8 +362,10 @@ def explain(
     _quiet(verbose)
     from parloom import api
 
+    chosen = api.load(path)
+    tell_program(chosen)
     answer = api.explain(
-        api.load(path),
+        chosen,
         name=name,
         path=str(path),
         versus=versus,

@@ -6,7 +6,7 @@ from typing import Any
 
 from parloom.cli_output import result, say
 from parloom.errors import InfeasibleError, InputError
-from parloom.ir.plan import GLOBAL, Objective
+from parloom.ir.plan import GLOBAL, Objective, Plan
 from parloom.report.output import show_json
 
 Asked = dict[str, Any]
@@ -50,6 +50,15 @@ def plan_inference(
     else:
         result(inference_screen(found, api.load_cluster(searched["cluster"]).cluster, paths))
     api.check_gap(found, other["require_gap"])
+
+
+def tell_program(plan: Plan) -> None:
+    """Say of a plan with two programs which one `simulate` and `explain` show."""
+    from parloom.report.inference import of_one_token
+
+    words = of_one_token(plan)
+    if words:
+        say(words)
 
 
 def _check(captured: Asked, searched: Asked, other: Asked) -> None:

@@ -9,6 +9,7 @@ dropped. A file of answers is there when all of them are; until then it is `NAME
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -20,6 +21,7 @@ import torch
 from parloom.capture import load_model
 from parloom.capture.fingerprint import fingerprint
 from parloom.capture.quantized import stored_values, without_scales
+from parloom.cost.units import format_seconds
 from parloom.errors import FingerprintError
 from parloom.execute.files import read_plan
 from parloom.execute.inference import inference_programs
@@ -49,11 +51,12 @@ def main(argv: Sequence[str]) -> None:
     graph = prompts_of(plan)
     requests = list(read_requests(asked.requests, graph))
     server = server_of(plan, asked.weights)
-    lines = answers(server, plan, graph, requests)
+    lines, began = answers(server, plan, graph, requests), time.monotonic()
     if server.comm.rank:
         for _ in lines:
             pass
-    elif asked.answers is None:
+        return
+    if asked.answers is None:
         _write(lines, sys.stdout)
     else:
         asked.answers.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
         with partial.open("w", encoding="utf-8") as file:
             _write(lines, file)
         partial.replace(asked.answers)
+    took = format_seconds(time.monotonic() - began)
+    print(f"{len(requests)} requests were answered in {took}", file=sys.stderr)
 
 
 def server_of(plan: Plan, stored: Path | None) -> Server:

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from parloom.cost.units import format_bytes, format_seconds
+from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import shell_word
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
@@ -25,6 +25,15 @@ def rate_of(plan: Plan) -> tuple[float, str]:
     per_answer = max(1, inference.new_tokens)
     rate = count * per_answer / inference.answer_s(_expected(plan).step_s)
     return rate, "tokens" if inference.new_tokens else "samples"
+
+
+def of_one_token(plan: Plan) -> str | None:
+    """That what is shown of a plan is one of its two programs; None where it has one."""
+    inference = plan.inference
+    if inference is None or inference.prefill is None:
+        return None
+    times, prompts = inference.new_tokens - 1, format_seconds(inference.prefill.step_s)
+    return f"below is one token of {times} after the prompts, which take {prompts} by themselves"
 
 
 def inference_document(plan: Plan, path: str, capture_s: float, search_s: float) -> dict[str, Any]:
@@ -100,7 +109,7 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
         lines.append(("", f"{inference.new_tokens} tokens after each prompt: {parts}"))
         if len(plan.decisions.stages) > 1:
             lines.append(("pipeline", _overlap(plan.decisions)))
-    lines.append(("throughput", f"{rate:.4g} {unit} a second"))
+    lines.append(("throughput", f"{format_count(rate)} {unit} a second"))
     aim = plan.aim
     if aim is not None and aim.bound:
         what = "an answer takes" if aim.objective is Objective.LATENCY else f"each of {unit} takes"

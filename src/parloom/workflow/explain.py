@@ -53,7 +53,8 @@ def _carried(workflow: Workflow) -> float:
 
 def _too_fast(workflow: Workflow, share: float) -> None:
     rates = {source.name: source.rate_per_s for source in workflow.sources}
-    now = ", ".join(f"{name} {rate * share:.4g} of {rate:.4g}/s" for name, rate in rates.items())
+    carried = max(0.0, share)  # the solver's zero has a sign
+    now = ", ".join(f"{name} {rate * carried:.4g} of {rate:.4g}/s" for name, rate in rates.items())
     message = f"{workflow.positions.rate}: no set of workers carries the rate: {now} at most"
     unbounded = replace(workflow, latency_s=None)
     if workflow.latency_s is not None and _carried(unbounded) >= 1 - SOLVED:
@@ -130,7 +131,7 @@ def _too_slow(workflow: Workflow, most_s: float, share: float) -> None:
         f" is asked for, and none is below {format_seconds(least)} with the waits of M/D/1 queues"
     )
     found = expected(plan).latency_s
-    if found < plan.latency_s * (1 - SOLVED):
+    if found < least * (1 - SOLVED):
         message += (
             f" (expected are {format_seconds(found)}: queues behind other workers are shorter)"
         )

@@ -57,8 +57,9 @@ def _text(path: str | Path) -> str:
 def models(path: str | Path, worker: str) -> dict[tuple[str, str], str]:
     """The PyTorch models that a file names, by operator and variant.
 
-    The file may lack their latencies on the worker, and may list a profile that is still to be
-    written; all else has to be as for a plan. Raises `InputError` where it names no models.
+    Python files are looked for beside the file. It may lack latencies on the worker, and may list
+    a profile that is still to be written; all else has to be as for a plan. Raises `InputError`
+    where it names no models.
     """
     root = read(_text(path), str(path))
     if is_published(root):
@@ -70,7 +71,7 @@ def models(path: str | Path, worker: str) -> dict[tuple[str, str], str]:
         for variant in variants.named():
             own = variants.section(variant)
             if own.has("model"):
-                found[operator, variant] = own.text("model")
+                found[operator, variant] = _beside(path, own.text("model"))
     if not found:
         raise section.error(section.node, "no variant has a `model`, as zoo:resnet, to be timed")
     own = root.section("workers")
@@ -79,6 +80,12 @@ def models(path: str | Path, worker: str) -> dict[tuple[str, str], str]:
         raise own.error(own.node, f"--worker: unknown worker {worker!r}{hint}")
     _described(root, {key: {worker: 1.0} for key in found})
     return found
+
+
+def _beside(path: str | Path, spec: str) -> str:
+    """A model by its Python file, `net.py:make`, as seen from where one stands; others as named."""
+    file, colon, factory = spec.partition(":")
+    return f"{Path(path).parent / file}:{factory}" if colon and file.endswith(".py") else spec
 
 
 def read_workflow(text: str, where: str) -> Workflow:
