@@ -60,7 +60,7 @@ def check(found: Rule, shapes: int, seed: int) -> list[str]:
         if floats is None:
             continue
         modular, drawn = difference(found, sizes, lead, draw), drawn + 1
-        said = [f"modulo a prime: {modular}"] * bool(modular)
+        said = [f"modulo a prime: {modular or 'no windows'}"] * (modular != "")
         said += [f"in float64: {floats}"] * bool(floats)
         if said:
             return said

@@ -196,7 +196,9 @@ def test_a_profile_is_a_file_that_a_workflow_reads(tmp_path: Path) -> None:
 
 def test_python_files_of_models_are_beside_the_workflow(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
-    file.write_text(SMALL.replace("fast: {", "fast: {model: 'nets/net.py:make', "), encoding="utf-8")
+    file.write_text(
+        SMALL.replace("fast: {", "fast: {model: 'nets/net.py:make', "), encoding="utf-8"
+    )
     assert models(file, "box") == {("detect", "fast"): f"{tmp_path / 'nets' / 'net.py'}:make"}
 
 

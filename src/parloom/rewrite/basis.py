@@ -6,7 +6,7 @@ from parloom.rewrite.egraph import EGraph
 from parloom.rewrite.generate import Equal
 from parloom.rewrite.rules import LEADS, Rule, names_at, prove
 from parloom.rewrite.shapes import Dims, Shapes
-from parloom.rewrite.symbolic import ONE, dim
+from parloom.rewrite.symbolic import ONE, NotExpressed, dim
 from parloom.rewrite.terms import (
     LEAD,
     Arg,
@@ -97,7 +97,10 @@ def _without(rule: Rule, call: Term) -> Iterator[Rule]:
         for own in rule.inputs
     }
     terms = [Term(call.op, call.args, result) for result in results]
-    made = evaluate(terms, Shapes(), shapes, sizes)
+    try:
+        made = evaluate(terms, Shapes(), shapes, sizes)
+    except NotExpressed:  # a window larger than its image
+        return
     inputs = tuple(Input(f"shared{i}", one.shape) for i, one in enumerate(made))
 
     def other(arg: Arg) -> Arg:
