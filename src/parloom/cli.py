@@ -237,6 +237,8 @@ def verify(
     """Prove that the plan's program equals the model on one device (exit 7 where it does not)."""
     _quiet(verbose)
     from parloom import api
+    from parloom.execute.machine import cluster_of
+    from parloom.report.words import run_words
 
     chosen = api.load(path)
     report = api.verify(chosen, shrink=shrink, progress=_say)
@@ -248,7 +250,7 @@ def verify(
         raise typer.Exit(EqualityError.exit_code)
     if not as_json:
         given = "train.py" if chosen.inference is None else "requests.jsonl answers.jsonl"
-        _print(f"next: parloom run {shell_word(path)} -- {given}")
+        _print(f"next: {run_words(cluster_of(chosen), shell_word(path), given)}")
 
 
 @app.command()

@@ -16,7 +16,9 @@ from parloom.cost.clusters import load_cluster, presets, resolve_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
 from parloom.execute.files import read_plan
+from parloom.execute.launch import run as launch_run
 from parloom.execute.startup import Place, mismatch
+from parloom.export.launch import job_of
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
@@ -143,6 +145,20 @@ def test_torchrun_starts_no_other_order(
 ) -> None:
     assert cli.main(["export", str(placed[1]), "--to", "torchrun"]) == 2
     assert "--to rankfile, or --to jax" in capsys.readouterr().err
+
+
+def test_devices_that_run_no_plan_are_named(tmp_path: Path) -> None:
+    plan = planned(SLICE)
+    (stage,) = plan.decisions.stages
+    plain = replace(stage, mesh=replace(stage.mesh, order=()))
+    plan = replace(plan, decisions=replace(plan.decisions, stages=(plain,)))
+    with pytest.raises(InputError, match="TPU-v5e are predicted and exported, not run"):
+        launch_run(plan, ["train.py"])
+    with pytest.raises(InputError, match="export --to jax"):
+        job_of(plan, "plan.json", ["train.py"])
+    here = replace(plan, cluster=planned("4x1xcpu").cluster)
+    with pytest.raises(InputError, match=r"train\.py"):  # which is not there
+        launch_run(here, ["train.py"])
 
 
 def test_ranks_are_looked_for_on_their_nodes() -> None:

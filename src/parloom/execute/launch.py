@@ -31,7 +31,7 @@ from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import InputError, LaunchError, visible
 from parloom.execute import rank as rank_module
 from parloom.execute.silent import TIMED_OUT, Wait, silent_ranks
-from parloom.execute.startup import check_ranks
+from parloom.execute.startup import check_ranks, check_runs_here
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, OBSERVED, TIMEOUT_S, Seen, seen
 from parloom.ir.lower_stages import stage_ranks
 from parloom.ir.plan import Plan
@@ -84,8 +84,10 @@ def run(
     The script finds the plan's path in `PARLOOM_PLAN`; its trainer begins at `checkpoint`. A rank
     that others wait for longer than `timeout_s` ends the run. Raises `LaunchError` where this
     machine or the surrounding torchrun has not the plan's ranks, `InputError` where there is no
-    such script, or the timeout is none. `observed` gets a log of the run, one step of it observed.
+    such script, the timeout is none, or the plan is for devices that parloom does not run on.
+    `observed` gets a log of the run, one step of it observed.
     """
+    check_runs_here(plan)
     _check_script(argv)
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise InputError(f"timeout: must be a number of seconds above 0, got {timeout_s!r}")

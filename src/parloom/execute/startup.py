@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from parloom.cost.clusters import load_cluster, short_name
-from parloom.errors import LaunchError
+from parloom.errors import InputError, LaunchError
 from parloom.ir.plan import DEVICES, Plan
 from parloom.ir.plan_json import numbers_text, plan_hash
 
@@ -140,6 +140,16 @@ def mismatch(plan: Plan, places: Sequence[Place]) -> str:
                 f" next: start {size} processes on each node"
             )
     return ""
+
+
+def check_runs_here(plan: Plan) -> None:
+    """Raise `InputError` for a plan whose devices parloom does not run on, as TPUs."""
+    cluster = load_cluster(plan.cluster)
+    if cluster.backend == "other":
+        raise InputError(
+            f"plans for {cluster.device.name} are predicted and exported, not run: export --to jax"
+            " says which device each rank is"
+        )
 
 
 def devices_of_a_node(plan: Plan) -> int | None:

@@ -29,7 +29,7 @@ from parloom.execute.loggers import Guarded, Settings, begun, check_names
 from parloom.execute.out_of_memory import out_of_memory, seen_on, snapshot
 from parloom.execute.program import NO_EVALUATION, evaluation_program, training_program
 from parloom.execute.same_model import check_again, check_on_ranks, check_tensors
-from parloom.execute.startup import check_world_size
+from parloom.execute.startup import check_runs_here, check_world_size
 from parloom.execute.stopwatch import Reading, begin
 from parloom.execute.unchanged import Unchanged
 from parloom.execute.watch import CHECKPOINT, DEFAULT_TIMEOUT_S, OBSERVED, Watch, timeout, watcher
@@ -401,6 +401,7 @@ def comm_of(mesh: Mesh, longest: timedelta | None, watch: Watch) -> Comm:
 
 def device_of(plan: Plan) -> torch.device:
     """This rank's device."""
+    check_runs_here(plan)
     if load_cluster(plan.cluster).backend != "nccl":
         return torch.device("cpu")
     if not torch.cuda.is_available():

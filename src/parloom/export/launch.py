@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
-from parloom.execute.startup import devices_of_a_node
+from parloom.execute.startup import check_runs_here, devices_of_a_node
 from parloom.export.rendered import rendered
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
@@ -70,7 +70,9 @@ class Job:
 
 
 def job_of(plan: Plan, path: str, script: Sequence[str]) -> Job:
-    """The job of a plan at `path`. Raises `InputError` where nodes would be unequal."""
+    """The job of a plan at `path`. Raises `InputError` where nodes would be unequal, or parloom
+    does not run on their devices.
+    """
     cluster, ranks = load_cluster(plan.cluster), plan.decisions.num_ranks
     size = devices_of_a_node(plan)
     if size is None:
@@ -83,6 +85,7 @@ def job_of(plan: Plan, path: str, script: Sequence[str]) -> Job:
             "the plan has ranks on devices in an order of its own, in which torchrun starts none:"
             " export --to rankfile, or --to jax, says where they are"
         )
+    check_runs_here(plan)
     per_node = min(size, ranks)
     if ranks % per_node:
         raise InputError(f"{ranks} ranks do not divide over nodes of {per_node} devices")

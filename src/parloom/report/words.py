@@ -112,6 +112,15 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     return (*lines, *rewrites)
 
 
+def run_words(cluster: Cluster, path: str, given: str) -> str:
+    """The command that runs a plan with a script; where devices run none, the one that says which
+    device each rank is.
+    """
+    if cluster.backend == "other":
+        return f"parloom export {path} --to jax"
+    return f"parloom run {path} -- {given}"
+
+
 def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
     """What is computed in another way, where, and by which rules."""
     takes = takes_of(decisions.rewrites)
