@@ -26,7 +26,7 @@ from parloom.execute.inference import lowered_programs
 from parloom.execute.machine import Machine, machine_for
 from parloom.execute.tables import check_tables
 from parloom.ir.factors import factorize
-from parloom.ir.generation import GENERATED
+from parloom.ir.generation import GENERATED, TOKENS
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.plan import (
     DTYPES,
@@ -135,7 +135,7 @@ def capture(
         steps or 1,
         weights,
         (*equal, f"batch as built: {shapes}"),
-        other,
+        (*other, *positions_beyond(loaded.model, prefill, new_tokens or 0)),
         seed,
         settings(),
         ranges_of(loaded.batch),
@@ -153,6 +153,23 @@ def check_positions(graph: Graph, prefill: Graph | None, new_tokens: int) -> Non
     if new_tokens > 1:
         few = "prompts and tokens are more than the model has positions; ask for fewer"
         check_tables(graph, {GENERATED: torch.tensor(new_tokens - 1)}, f"{few} (--new-tokens)")
+
+
+def positions_beyond(
+    model: torch.nn.Module, prefill: Graph | None, new_tokens: int
+) -> tuple[str, ...]:
+    """That a model computes positions, as by rotations, beyond those of its config."""
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if prefill is None or not isinstance(most, int):
+        return ()
+    prompts = (e.value.spec.shape[-1] for e in prefill.of_kind("batch") if e.target == TOKENS)
+    longest = max(prompts, default=0) + new_tokens - 1
+    if longest <= most:
+        return ()
+    return (
+        f"{longest} positions are read, and the model is made for {most} (max_position_embeddings):"
+        " answers may be worse",
+    )
 
 
 def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:

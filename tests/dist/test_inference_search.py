@@ -4,11 +4,12 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from parloom import api, cli
+from parloom import api, cli, inference
 from parloom.cost.tasks import COMPUTE
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
@@ -17,7 +18,7 @@ from parloom.ir.graph import CACHE
 from parloom.ir.plan import Objective, Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.inference import inference_document, inference_screen, rate_of
-from tests.dist.inference_plans import CONFIGS
+from tests.dist.inference_plans import CONFIGS, served
 
 
 def _silent(text: str) -> None:
@@ -192,3 +193,12 @@ def test_verbs_of_inference_plans(
         capsys.readouterr()
         assert cli.main([verb, path, *rest]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("new_tokens", "said"), [(9, False), (10, True)])
+def test_positions_that_no_table_has_are_told(new_tokens: int, said: bool) -> None:
+    """A Llama rotates any position: of eight in a prompt and sixteen in its config."""
+    made = served("llama").made
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=16))
+    found = inference.positions_beyond(model, made.prefill, new_tokens)  # type: ignore[arg-type]
+    assert [own.startswith("17 positions are read") for own in found] == [True] * said
