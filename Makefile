@@ -1,5 +1,5 @@
 # make demo   plan, prove and train a small GPT-2 on four processes (about five minutes, no GPU)
-# make test   the tests, but for slow ones and further cases of many (a quarter of an hour; ARGS=--whole
+# make test   the tests, but for slow ones and further cases of many (half an hour; ARGS=--whole
 #             runs all of them: an hour)
 # make nightly  all tests; the property tests with other examples in every run, and more of them; random
 #             modules and mutated inputs of a seed that is the day's (SEED=... repeats one; hours)
