@@ -58,7 +58,8 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests and cases beyond samples are left out, unless they are asked for."""
-    if not config.getoption("--whole") and not any("::" in own for own in config.args):
+    asked = any(map(config.getoption, ("--whole", "--update-docs", "-m")))
+    if not asked and not any("::" in own for own in config.args):
         chosen = set(kept([_described(item) for item in items]))
         left_out = [item for place, item in enumerate(items) if place not in chosen]
         config.hook.pytest_deselected(items=left_out)

@@ -1,10 +1,12 @@
 """Which tests `make test` runs: all but the slow ones, and of sampled ones so many of their cases.
 
-`--whole` (as in `make nightly`) runs all, and so does a command that names a test by `::`.
+`--whole` (as in `make nightly`) runs all, and so does a command that names a test by `::`, asks for
+marks by `-m`, or rewrites the outputs of pages.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class _Cases:
 
 
 def kept(tests: Sequence[Collected]) -> list[int]:
-    """The places of those that are run: of samples the first case, and others at equal steps."""
+    """The places of those that are run: of samples the first case, and others drawn alike in every
+    run. At equal steps, stacked parameters would never meet some of their values.
+    """
     sampled: dict[str, _Cases] = {}
     for place, test in enumerate(tests):
         if test.sample is not None:
             sampled.setdefault(test.function, _Cases(test.sample)).places.append(place)
-    chosen = {place for one in sampled.values() for place in _spread(one.places, one.sample)}
+    chosen = {place for one in sampled.values() for place in _drawn(one.places, one.sample)}
     return [
         place
         for place, test in enumerate(tests)
@@ -37,7 +41,7 @@ def kept(tests: Sequence[Collected]) -> list[int]:
     ]
 
 
-def _spread(places: Sequence[int], number: int) -> list[int]:
-    """So many of these, at equal steps from the first."""
-    number = min(number, len(places))
-    return [places[i * len(places) // number] for i in range(number)]
+def _drawn(places: Sequence[int], number: int) -> list[int]:
+    """So many of these, the first among them."""
+    first, *others = places
+    return [first, *Random(0).sample(others, min(number - 1, len(others)))]

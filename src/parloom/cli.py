@@ -250,7 +250,7 @@ def verify(
         raise typer.Exit(EqualityError.exit_code)
     if not as_json:
         given = "train.py" if chosen.inference is None else "requests.jsonl answers.jsonl"
-        _print(f"next: {run_words(cluster_of(chosen), shell_word(path), given)}")
+        _print(f"next: {run_words(chosen, cluster_of(chosen), shell_word(path), given)}")
 
 
 @app.command()
@@ -320,7 +320,7 @@ def simulate(
     seen = api.observed(chosen, run_log) if run_log else []
     spans = [of_stage.actions for of_stage in seen]
     beside = observed.observed_timeline(spans) if seen else None
-    tell_program(chosen)
+    tell_program(chosen, as_json)
     played = api.simulate(chosen, calibration)
     source = api.source_of(chosen, calibration, peak_bytes=played.peak_bytes)
     if warning := uncalibrated_words(chosen, source):
@@ -365,7 +365,7 @@ def explain(
     from parloom import api
 
     chosen = api.load(path)
-    tell_program(chosen)
+    tell_program(chosen, as_json)
     answer = api.explain(
         chosen,
         name=name,

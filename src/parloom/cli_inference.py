@@ -52,12 +52,12 @@ def plan_inference(
     api.check_gap(found, other["require_gap"])
 
 
-def tell_program(plan: Plan) -> None:
-    """Say of a plan with two programs which one `simulate` and `explain` show."""
+def tell_program(plan: Plan, as_json: bool) -> None:
+    """Say of a plan with two programs which one `simulate` and `explain` show on a screen."""
     from parloom.report.inference import of_one_token
 
     words = of_one_token(plan)
-    if words:
+    if words and not as_json:
         say(words)
 
 

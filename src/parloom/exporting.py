@@ -10,6 +10,7 @@ from rich.text import Text
 
 from parloom.errors import InexpressibleError, InputError, NotYetError, nearest, shell_word
 from parloom.execute.files import read_plan, write_atomic
+from parloom.execute.startup import check_runs_here
 from parloom.explain import case_of
 from parloom.export import accelerate, deepspeed, dtensor, megatron, torchtitan
 from parloom.export import model_explorer as explorer
@@ -55,6 +56,7 @@ def export(
     file = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     plan = read_plan(file)
     if plan.inference is not None and to not in (*ORDERS, EXPLORER):
+        check_runs_here(plan)
         raise NotYetError(
             f"not yet: --to {to} is about training, and this plan is for inference; `parloom run"
             f" {shell_word(path)} -- requests.jsonl` serves it"

@@ -158,7 +158,7 @@ def check_positions(graph: Graph, prefill: Graph | None, new_tokens: int) -> Non
 def positions_beyond(
     model: torch.nn.Module, prefill: Graph | None, new_tokens: int
 ) -> tuple[str, ...]:
-    """That a model computes positions, as by rotations, beyond those of its config."""
+    """A note where a model computes positions, as by rotations, beyond those of its config."""
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if prefill is None or not isinstance(most, int):
         return ()

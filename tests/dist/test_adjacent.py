@@ -457,7 +457,6 @@ def saved(made: rt.Program, folder: Path | None, kept: Path | None) -> dict[str,
     return {"state": state, "parts": parts, "after": one.state_dict()}
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["data", "zero1", "zero3", "tensor and zero3"])
 def test_checkpoints_have_the_users_tensors(name: str, tmp_path: Path) -> None:
     """Of merged products in one memory, and of the model as it is on one device: to the bit, and

@@ -111,7 +111,7 @@ def whole(model: str, method: str) -> tuple[Tensor, Tensor]:
     return program.forward(ctx, mine, ()).loss.detach(), forward(ctx, mine, ()).loss.detach()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "method", "microbatches"),
     [

@@ -26,7 +26,6 @@ from parloom.zoo.mlp import build as build_mlp
 from tests.dist.inference_plans import CONFIGS, TOKENS, caches_cut, passed, served, two_stages
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_programs_do_what_the_module_does(name: str) -> None:
     """Logits and caches of a loop with the library's own cache."""

@@ -116,7 +116,6 @@ def test_it_is_equal_to_one_device(found: Plan) -> None:
     assert report.num_ranks == 3
 
 
-@pytest.mark.slow
 def test_it_is_saved_and_read_back(found: Plan, tmp_path: Path) -> None:
     again = api.load(api.save(found, tmp_path)["plan"])
     assert again == found

@@ -72,7 +72,6 @@ def _eager_loss(state: dict[str, torch.Tensor], batch: dict[str, torch.Tensor]) 
     return loss
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["fsdp", "megatron"])
 def test_weights_go_in_and_out(factory: str, tmp_path: Path, method: str) -> None:
     """Trained weights equal eager training that started from the same file."""

@@ -152,9 +152,9 @@ def test_devices_that_run_no_plan_are_named(tmp_path: Path) -> None:
     (stage,) = plan.decisions.stages
     plain = replace(stage, mesh=replace(stage.mesh, order=()))
     plan = replace(plan, decisions=replace(plan.decisions, stages=(plain,)))
-    with pytest.raises(InputError, match="TPU-v5e are predicted and exported, not run"):
+    with pytest.raises(InputError, match="TPU-v5e are predicted, and exported"):
         launch_run(plan, ["train.py"])
-    with pytest.raises(InputError, match="export --to jax"):
+    with pytest.raises(InputError, match="not run"):
         job_of(plan, "plan.json", ["train.py"])
     here = replace(plan, cluster=planned("4x1xcpu").cluster)
     with pytest.raises(InputError, match=r"train\.py"):  # which is not there

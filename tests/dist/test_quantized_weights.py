@@ -68,7 +68,7 @@ def test_programs_are_the_module_with_rounded_weights(
     assert report.worst < 1e-12, report
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "weights", "way"),
     [

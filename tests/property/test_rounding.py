@@ -178,6 +178,8 @@ def test_merges_only_move(biased: bool) -> None:
     """They need no measure: each result is the same sum of the same products."""
     assert only_moves(merge.rule_of("linear", (), (), biased))
     assert only_moves(merge.rule_of("conv2d", (1, 3), ((1, 1), (0, 1)), biased))
+    assert only_moves(merge.rule_of("conv2d", (11, 11), ((4, 4), (2, 2)), biased))
+    assert only_moves(merge.rule_of("conv2d", (16, 16), ((16, 16),), biased))
 
 
 def sums(dtype: str, factor: float = 0.5) -> Graph:

@@ -3,7 +3,16 @@
 import pytest
 
 from parloom.errors import InputError
-from parloom.rewrite.rules import Rule, counterexample, prove, rule, with_lead
+from parloom.rewrite.rules import (
+    Rule,
+    counterexample,
+    difference,
+    only_moves,
+    prove,
+    rule,
+    with_lead,
+    with_room,
+)
 from parloom.rewrite.terms import parse_inputs, parse_term
 
 XW = "x[*, k], w0[n0, k], w1[n1, k]"
@@ -270,3 +279,25 @@ def test_merged_products_are_the_products(count: int, biased: bool) -> None:
     right = [f"parloom.linears(x, ({weights}){f', ({biases})' * biased})[{i}]" for i in numbers]
     assert prove(rule("merge", ", ".join(inputs), left, right)) == ""
     assert prove(rule("merge", ", ".join(inputs), left, right[::-1]))
+
+
+def test_drawn_shapes_have_room_for_windows() -> None:
+    """Images are as large as kernels of 13 places, so that both sides are compared."""
+    kernel = " + ".join("1" * 13)
+    inputs = f"x[b, c, p], w[n, c, {kernel}]"
+    found = rule("own", inputs, ["mul(conv1d(x, w), 0.5)"], ["conv1d(x, mul(w, 0.5))"])
+    assert with_room(found, {"b": 1, "c": 2, "p": 1, "n": 1}) == {"b": 1, "c": 2, "p": 13, "n": 1}
+    assert [counterexample(found, seed) for seed in range(5)] == [""] * 5
+    wrong = rule("wrong", inputs, ["mul(conv1d(x, w), 0.5)"], ["conv1d(x, mul(w, 0.25))"])
+    assert all(counterexample(wrong, seed) for seed in range(5))
+    assert not only_moves(wrong)
+
+
+def test_windows_that_fit_on_one_side_only_are_told() -> None:
+    inputs = "x[b, c, p], w[n, c, 1 + 1 + 1]"
+    assert "no shapes fit" in difference(
+        rule("own", inputs, ["conv1d(x, w)"], ["conv1d(x, w)"]),
+        {"b": 2, "c": 3, "p": 2, "n": 4},
+        1,
+        0,
+    )

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
             _write(lines, file)
         partial.replace(asked.answers)
     took = format_seconds(time.monotonic() - began)
-    print(f"{len(requests)} requests were answered in {took}", file=sys.stderr)
+    print(f"{len(requests)} answered in {took}, without loading the model", file=sys.stderr)
 
 
 def server_of(plan: Plan, stored: Path | None) -> Server:

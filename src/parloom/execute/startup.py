@@ -147,8 +147,8 @@ def check_runs_here(plan: Plan) -> None:
     cluster = load_cluster(plan.cluster)
     if cluster.backend == "other":
         raise InputError(
-            f"plans for {cluster.device.name} are predicted and exported, not run: export --to jax"
-            " says which device each rank is"
+            f"plans for {cluster.device.name} are predicted, and exported for other programs"
+            " (parloom export), not run"
         )
 
 

@@ -28,12 +28,12 @@ def rate_of(plan: Plan) -> tuple[float, str]:
 
 
 def of_one_token(plan: Plan) -> str | None:
-    """That what is shown of a plan is one of its two programs; None where it has one."""
+    """Which of a plan's two programs is shown, in words; None where it has one."""
     inference = plan.inference
     if inference is None or inference.prefill is None:
         return None
     times, prompts = inference.new_tokens - 1, format_seconds(inference.prefill.step_s)
-    return f"below is one token of {times} after the prompts, which take {prompts} by themselves"
+    return f"shown is the program of one token, which runs {times} times; prompts take {prompts}"
 
 
 def inference_document(plan: Plan, path: str, capture_s: float, search_s: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def plan_screen(
         parts += [Text(""), Text("saved"), *(Text(f"  {path}") for path in paths.values())]
         word = shell_word(paths["plan"])
         parts += [Text(""), Text(f"next: parloom verify {word}{prove}", style="bold")]
-        parts.append(Text(f"then: {run_words(cluster, word, 'train.py')}", style="bold"))
+        parts.append(Text(f"then: {run_words(plan, cluster, word, 'train.py')}", style="bold"))
         explained = explained_words(paths["plan"], calibration)
         parts.append(Text(f"why:  parloom explain {explained}", style="bold"))
     return Group(*parts)

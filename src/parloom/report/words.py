@@ -112,13 +112,14 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
     return (*lines, *rewrites)
 
 
-def run_words(cluster: Cluster, path: str, given: str) -> str:
+def run_words(plan: Plan, cluster: Cluster, path: str, given: str) -> str:
     """The command that runs a plan with a script; where devices run none, the one that says which
-    device each rank is.
+    device each rank is, and of a pipeline, the one that shows it.
     """
-    if cluster.backend == "other":
-        return f"parloom export {path} --to jax"
-    return f"parloom run {path} -- {given}"
+    if cluster.backend != "other":
+        return f"parloom run {path} -- {given}"
+    target = "jax" if len(plan.decisions.stages) == 1 else "model-explorer"
+    return f"parloom export {path} --to {target}"
 
 
 def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:

@@ -20,10 +20,6 @@ Ints = NDArray[np.int64]
 PRIME = 2**31 - 1  # products fit 64 bits
 
 
-class NoWindows(NotExpressed):
-    """A dim is smaller than the windows over it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """The algebra of arrays of integers modulo `prime`."""
@@ -101,7 +97,7 @@ class Numbers:
     def windows(self, part: Ints, dim: int, window: Window) -> Ints:
         pads = [(window.before, window.after) if d == dim else (0, 0) for d in range(part.ndim)]
         if part.shape[dim] < window.less:
-            raise NoWindows(f"no windows over {part.shape[dim]}")
+            raise NotExpressed(f"no windows over {part.shape[dim]}")
         firsts = np.arange(0, part.shape[dim] - window.less + 1, window.stride)
         places = firsts[:, None] + np.arange(window.size) * window.dilation
         return np.take(np.pad(part, pads), places, axis=dim)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from parloom.ir.ops.algebra import Algebra
 from parloom.ir.ops.exact import Exact, Given, Results
 from parloom.rewrite.recorded import Floats, Recorded, Traced, gradients, same
-from parloom.rewrite.rules import Rule, names_at, only_moves, shapes_at
+from parloom.rewrite.rules import Rule, names_at, only_moves, shapes_at, with_room
 from parloom.rewrite.shapes import Dims, Shapes
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.terms import evaluate, size_in
@@ -121,9 +121,9 @@ def shapes_of(rule: Rule) -> Iterator[Mapping[str, int]]:
     """Sizes of draws; `*` stands for one dim."""
     names, rank = names_at(rule, 1), max(len(own.sizes) for own in rule.inputs)
     at = min(max(rank - 3, 0), len(MIDDLE) - 1)
-    yield dict.fromkeys(names, MIDDLE[at])
+    yield with_room(rule, dict.fromkeys(names, MIDDLE[at]))
     for name in names:
-        yield {**dict.fromkeys(names, SMALL[at]), name: LONG[at]}
+        yield with_room(rule, {**dict.fromkeys(names, SMALL[at]), name: LONG[at]})
 
 
 def drawn(rule: Rule, sizes: Mapping[str, int], dtype: str, seed: tuple[int, int]) -> Drawn:

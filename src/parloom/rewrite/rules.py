@@ -6,6 +6,7 @@ looks for shapes and numbers where both sides differ.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from random import Random
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from parloom.errors import InputError
 from parloom.ir.ops.algebra import Algebra
 from parloom.rewrite.arithmetic import Arithmetic
-from parloom.rewrite.modular import PRIME, NoWindows, Numbers
+from parloom.rewrite.modular import PRIME, Numbers
+from parloom.rewrite.shapes import Dims, Shapes
 from parloom.rewrite.symbolic import NormalForms, NotExpressed, dim, tensor
 from parloom.rewrite.terms import (
     LEAD,
@@ -37,6 +39,7 @@ LEADS = (1, 2)
 # Extents of counterexamples: all different, so that no two dims fit by chance.
 EXTENTS = (2, 3, 5, 7, 4, 6, 8, 9)
 MOST_ELEMENTS, MOST_DRAWS = 20_000, 20
+WIDE = 64  # of dims beside one that windows are to fit into
 # Operators of tensors of one rank: what they compute of others no kernel does.
 OF_RANK = frozenset({"t", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "embedding",
                      "conv1d", "avg_pool1d"})  # fmt: skip
@@ -126,12 +129,36 @@ def counterexample(found: Rule, seed: int) -> str:
     return _compared(found, seed, Numbers()) or ""
 
 
+def with_room(found: Rule, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes with so many places more that windows over dims fit into them."""
+    more = _room(found)
+    return {name: size + more.get(name, 0) for name, size in sizes.items()}
+
+
+@cache
+def _room(found: Rule) -> Mapping[str, int]:
+    """Places that a size must have beside the first one, of those that need some."""
+    names = names_at(found, 1)
+
+    def fits(name: str, size: int) -> bool:
+        sizes = {**dict.fromkeys(names, WIDE), name: size}
+        dims = {own.name: Dims(shape) for own, shape in shapes_at(found, sizes, 1)}
+        try:
+            evaluate((*found.left, *found.right), Shapes(1), dims, sizes)
+        except NotExpressed:
+            return False
+        return True
+
+    least = ((name, next((n for n in range(1, WIDE) if fits(name, n)), 1)) for name in names)
+    return {name: size - 1 for name, size in least if size > 1}
+
+
 def _compared(found: Rule, seed: int, algebra: Numbers) -> str | None:
-    """What `difference` says of drawn extents; None where they are too large, or too small."""
+    """What `difference` says of drawn extents; None where they are too large."""
     rng = Random(seed)
     lead = rng.choice(LEADS)
     names = names_at(found, lead)
-    sizes = dict(zip(names, _extents(rng, len(names)), strict=True))
+    sizes = with_room(found, dict(zip(names, _extents(rng, len(names)), strict=True)))
     if any(prod(_shape(algebra, own, sizes, lead)) > MOST_ELEMENTS for own in found.inputs):
         return None
     return difference(found, sizes, lead, seed, algebra)
@@ -143,39 +170,22 @@ def difference(
     lead: int,
     seed: int,
     algebra: Numbers = Numbers(),  # noqa: B008 - frozen
-) -> str | None:
-    """Which output differs modulo a prime where sizes are these; empty where none does, None where
-    neither side is anything: dims are smaller than windows over them.
-    """
+) -> str:
+    """Which output differs modulo a prime where sizes are these; empty where none does."""
     numbers = np.random.default_rng(seed)
     inputs = {}
     for own, shape in shapes_at(found, sizes, lead):
         most = PRIME if own.below is None else size_in(own.below, sizes, 1)
         inputs[own.name] = numbers.integers(0, most, shape)
-    at = ", ".join(f"{name} = {size}" for name, size in sizes.items())
     try:
-        left, right = (_made(side, algebra, inputs, sizes) for side in (found.left, found.right))
+        sides = [evaluate(side, algebra, inputs, sizes) for side in (found.left, found.right)]
     except NotExpressed as error:
         return f"no shapes fit both sides: {error}"
-    if left is None or right is None:
-        return None if left is right else f"one side has no windows where {at}"
-    for index, (one, other) in enumerate(zip(left, right, strict=True)):
+    for index, (one, other) in enumerate(zip(*sides, strict=True)):
         if one.shape != other.shape or (one != other).any():
-            return f"output {index} differs where {at}"
+            said = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            return f"output {index} differs where {said}"
     return ""
-
-
-def _made(
-    side: Sequence[Term | Name],
-    algebra: Numbers,
-    inputs: Mapping[str, Any],
-    sizes: Mapping[str, int],
-) -> list[Any] | None:
-    """The outputs of one side; None where dims are smaller than windows over them."""
-    try:
-        return evaluate(side, algebra, inputs, sizes)
-    except NoWindows:
-        return None
 
 
 def names_at(found: Rule, lead: int) -> tuple[str, ...]:

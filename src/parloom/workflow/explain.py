@@ -48,13 +48,12 @@ def _carried(workflow: Workflow) -> float:
     found = solve(Program(workflow, Goal(scale=True)).lp)
     if found.interrupted:
         raise KeyboardInterrupt
-    return 0.0 if found.values is None else -found.cost
+    return 0.0 if found.values is None else max(0.0, -found.cost)  # its zero has a sign
 
 
 def _too_fast(workflow: Workflow, share: float) -> None:
     rates = {source.name: source.rate_per_s for source in workflow.sources}
-    carried = max(0.0, share)  # the solver's zero has a sign
-    now = ", ".join(f"{name} {rate * carried:.4g} of {rate:.4g}/s" for name, rate in rates.items())
+    now = ", ".join(f"{name} {rate * share:.4g} of {rate:.4g}/s" for name, rate in rates.items())
     message = f"{workflow.positions.rate}: no set of workers carries the rate: {now} at most"
     unbounded = replace(workflow, latency_s=None)
     if workflow.latency_s is not None and _carried(unbounded) >= 1 - SOLVED:

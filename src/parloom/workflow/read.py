@@ -83,8 +83,8 @@ def models(path: str | Path, worker: str) -> dict[tuple[str, str], str]:
 
 
 def _beside(path: str | Path, spec: str) -> str:
-    """A model by its Python file, `net.py:make`, as seen from where one stands; others as named."""
-    file, colon, factory = spec.partition(":")
+    """A model by its Python file, `net.py:make`, from the working directory; others as named."""
+    file, colon, factory = spec.rpartition(":")
     return f"{Path(path).parent / file}:{factory}" if colon and file.endswith(".py") else spec
 
 
