@@ -48,7 +48,7 @@ def _carried(workflow: Workflow) -> float:
     found = solve(Program(workflow, Goal(scale=True)).lp)
     if found.interrupted:
         raise KeyboardInterrupt
-    return 0.0 if found.values is None else max(0.0, -found.cost)  # its zero has a sign
+    return 0.0 if found.values is None else max(0.0, -found.cost)  # a solver's zero may be below it
 
 
 def _too_fast(workflow: Workflow, share: float) -> None:
