@@ -291,7 +291,8 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     `calibration` is a file that `parloom calibrate` wrote.
     """
     machine = machine_of(plan, calibration)
-    return machine.play(lowered(plan), plan.decisions, plan.optimizer)
+    passes = plan.inference is not None
+    return machine.play(lowered(plan), plan.decisions, plan.optimizer, repeated=passes)
 
 
 def source_of(plan: Plan, calibration: str | Path | None = None, *, peak_bytes: int = 0) -> Source:

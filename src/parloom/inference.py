@@ -28,6 +28,7 @@ from parloom.execute.tables import check_tables
 from parloom.ir.factors import factorize
 from parloom.ir.generation import GENERATED, TOKENS
 from parloom.ir.graph import CACHE, Graph
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.plan import (
     DTYPES,
     NO_OPTIMIZER,
@@ -44,6 +45,7 @@ from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples
 from parloom.ir.text import print_graph
 from parloom.objectives import proposed
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.answers import Pair, pairs
 from parloom.search.pinned import NONE, resolve
 from parloom.search.pins import parse_pin
@@ -185,13 +187,21 @@ def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A candidate: a pair of programs, or one alone; `answer_s` is the time of an answer."""
+    """A candidate: a pair of programs, or one alone; `answer_s` is the time of an answer,
+    `period_s` that from one batch to the next where these follow each other in stages.
+    """
 
     name: str
     method: str
     pair: Pair
     alone: bool
     answer_s: float
+    period_s: float | None = None
+
+    @property
+    def batch_s(self) -> float:
+        """The time from one batch of answers to the next."""
+        return self.answer_s if self.period_s is None else self.period_s
 
     @property
     def peak_bytes(self) -> int:
@@ -239,17 +249,19 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         all_devices=devices is not None,
     )
     answers, bound_s, status, notes = _answers(captured, decode, bool(pins), progress)
+    if decode.passes_follow and captured.steps == 1:
+        answers = [_following(answer, captured.graph, machine) for answer in answers]
     fitting = [answer for answer in answers if answer.peak_bytes <= limit]
     if not fitting:
         raise _shortage(answers, limit, notes)
-    best = min(fitting, key=lambda a: (a.answer_s, a.peak_bytes, a.name))
+    best = min(fitting, key=lambda a: (a.batch_s, a.peak_bytes, a.name))
     spec = resolve_cluster(cluster).spec
     plan = _planned(captured, best, answers, spec, limit)
     known = assumed(machine, plan.decisions, captured.graph, limit)
     why = why_unbound(best.pair.found.decisions) or why_unbound(best.pair.prefill)
     if bound_s and why:
         bound_s, notes = None, (f"{best.name}: {why}", *notes)
-    value, bound = best.answer_s, bound_s
+    value, bound = best.batch_s, bound_s
     if objective == Objective.THROUGHPUT:
         count = captured.samples * max(1, captured.new_tokens)
         value, bound = value / count, bound / count if bound else None
@@ -300,12 +312,22 @@ def _alone(plan: ScoredPlan, times: int) -> _Answer:
     return _Answer(plan.name, plan.method, pair, True, times * plan.prediction.step_s)
 
 
+def _following(answer: _Answer, graph: Graph, machine: Machine) -> _Answer:
+    """The same with the time from batch to batch, where several stages work on them."""
+    decisions = answer.pair.found.decisions
+    if len(decisions.stages) == 1:
+        return answer
+    made = lower_stages(rewritten(graph, decisions.rewrites), decisions)
+    played = machine.used_by(decisions).play(made, decisions, NO_OPTIMIZER, repeated=True)
+    return replace(answer, period_s=played.period_s)
+
+
 def _planned(
     captured: Captured, best: _Answer, answers: Sequence[_Answer], spec: str, limit: int
 ) -> Plan:
     """The plan of the best candidate."""
     pair, tokens = best.pair, captured.new_tokens
-    inference = Inference(steps=captured.steps, weights=captured.weights)
+    inference = Inference(steps=captured.steps, weights=captured.weights, period_s=best.period_s)
     if captured.prefill is not None:
         inference = Inference(
             tokens,
@@ -325,7 +347,7 @@ def _planned(
         print_graph(captured.graph),
         prediction=pair.found.prediction,
         alternatives=tuple(
-            Alternative(a.name, a.answer_s, a.peak_bytes, a.peak_bytes <= limit) for a in answers
+            Alternative(a.name, a.batch_s, a.peak_bytes, a.peak_bytes <= limit) for a in answers
         ),
         seed=captured.seed,
         settings=captured.settings,

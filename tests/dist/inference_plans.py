@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BartConfig,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
     T5Config,
     ViTConfig,
     ViTForImageClassification,
@@ -70,8 +73,35 @@ def _t5() -> Any:
     )  # fmt: skip
 
 
+def _opt() -> Any:
+    """Positions are looked up in a table."""
+    return OPTConfig(
+        hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, vocab_size=40, max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def _mixtral() -> Any:
+    """Each token has two of four experts."""
+    return MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=40, max_position_embeddings=64, num_local_experts=4,
+    )  # fmt: skip
+
+
+def _bart() -> Any:
+    return BartConfig(
+        d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=40,
+        max_position_embeddings=64,
+    )  # fmt: skip
+
+
 OF_BLOCK = re.compile(r"(?:layers?|h|blocks?)\.([01])(?:\.|$)")
-CONFIGS = {"llama": _llama, "gpt2": _gpt2, "t5": _t5}
+CONFIGS = {
+    "llama": _llama, "gpt2": _gpt2, "t5": _t5, "opt": _opt, "mixtral": _mixtral, "bart": _bart,
+}  # fmt: skip
+ENCODE = ("t5", "bart")  # the prompts
 
 
 @dataclass(frozen=True)
@@ -102,12 +132,12 @@ class Served:
 
 
 @cache
-def served(name: str, weights: str | None = None) -> Served:
-    """A model by name, with programs in double precision."""
+def served(name: str, weights: str | None = None, dtype: torch.dtype = torch.float64) -> Served:
+    """A model by name, with programs in double precision where nothing else is said."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        kind = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
-        model = drawn(kind.from_config(CONFIGS[name]()).double())
+        kind = AutoModelForSeq2SeqLM if name in ENCODE else AutoModelForCausalLM
+        model = drawn(kind.from_config(CONFIGS[name]()).to(dtype))
         prompts = torch.randint(40, (BATCH, PROMPT))
     made = capture_generation(model, {"input_ids": prompts, "labels": prompts}, TOKENS, weights)
     return Served(model, prompts, made)

@@ -202,3 +202,33 @@ def test_positions_that_no_table_has_are_told(new_tokens: int, said: bool) -> No
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=16))
     found = inference.positions_beyond(model, made.prefill, new_tokens)  # type: ignore[arg-type]
     assert [own.startswith("17 positions are read") for own in found] == [True] * said
+
+
+def test_batches_of_one_pass_follow_each_other_in_stages() -> None:
+    """`throughput` counts the time from batch to batch, `latency` the way of one through all
+    stages.
+    """
+    captured = api.capture_inference("zoo:mlp", batch=64, progress=_silent)
+    plan = _found(captured, objective="throughput", pin=("stages=2",), devices=2)
+    assert plan.inference is not None
+    assert plan.prediction is not None
+    assert plan.aim is not None
+    played = api.simulate(plan)
+    assert plan.inference.period_s == played.period_s
+    busiest = max(dict(played.busy(index))[COMPUTE] for index in range(2))
+    assert busiest <= played.each_ps < played.step_ps
+    assert plan.prediction.step_s == played.step_s
+    assert plan.aim.value == pytest.approx(played.period_s / 64)
+    assert plan.aim.bound is None or plan.aim.bound <= plan.aim.value
+    rate, unit = rate_of(plan)
+    assert rate == pytest.approx(64 / played.period_s)
+    assert unit == "samples"
+    assert "a batch every" in _screen(plan)
+    assert plan_from_json(plan_to_json(plan), "plan").inference == plan.inference
+    alone = _found(captured, pin=("stages=2",), devices=2)
+    assert alone.inference is not None
+    assert alone.inference.period_s is None
+    assert alone.aim is not None
+    assert alone.prediction is not None
+    assert alone.aim.value == alone.prediction.step_s
+    assert "a batch every" not in _screen(alone)

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from parloom.capture.blame import without_wrapper
 from parloom.capture.build import capture_flat, without_covered
 from parloom.capture.check import check_weights
 from parloom.capture.hugging_face import library, quiet
-from parloom.capture.program import TRACE_FAILURES
+from parloom.capture.program import TRACE_FAILURES, mode
 from parloom.capture.quantized import quantized
 from parloom.errors import CaptureError, InputError, one_line
 from parloom.ir.fold import fold
@@ -108,13 +107,12 @@ def starts_of(model: nn.Module, prompts: Tensor) -> Tensor:
 def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:
     """What a model keeps of these prompts and so many tokens after each.
 
-    The model is called on the meta device, where nothing is computed.
+    The model is exported, as its programs are: some of it (experts, masks) is written for that and
+    for numbers, and not for tensors of the meta device.
     """
     layers = import_module("parloom.capture.cache_layers")
     own, crossed = layers.seen_layers(), layers.seen_layers()
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    meta = {name: tensor.detach().to("meta") for name, tensor in state.items()}
-    given: dict[str, Any] = {TOKENS: prompts.to("meta"), "use_cache": True}
+    given: dict[str, Any] = {TOKENS: prompts, "use_cache": True}
     # The last token is not read again: its position is there because a prompt and its tokens
     # together divide over devices more often than all but one of them do.
     length, kinds = prompts.shape[1] + new_tokens, {CACHE: own}
@@ -122,10 +120,9 @@ def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:
         length, kinds = new_tokens, {CACHE: own, CROSS: crossed}
         given |= {"decoder_input_ids": starts_of(model, given[TOKENS])}
     both = layers.cache_of_both(own, crossed, is_there=False)
-    given["past_key_values"] = both if has_encoder(model) else own
-    with quiet(library()), torch.device("meta"), torch.no_grad():
+    with quiet(library()), mode(model, training=False), torch.no_grad():
         try:
-            functional_call(model, meta, (), given)
+            torch.export.export(_First(model, both if has_encoder(model) else own), (), given)
         except TRACE_FAILURES as err:
             what = f"cannot call {type(model).__name__} with prompts and a cache"
             raise CaptureError(f"{what}: {one_line(err)}") from err
@@ -141,6 +138,19 @@ def memory_of(model: nn.Module, prompts: Tensor, new_tokens: int) -> Memory:
     return Memory(tuple(caches))
 
 
+class _First(nn.Module):
+    """A call of a model with a cache that notes what it is told; the logits."""
+
+    def __init__(self, model: nn.Module, cache: Any) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+
+    def forward(self, **given: Any) -> Tensor:
+        output: Any = self.model(**given, past_key_values=self.cache)
+        logits: Tensor = output.logits
+        return logits
+
+
 class _Pass(nn.Module):
     """A call of a model with the memory that it is given; the logits of the last position.
 
@@ -152,6 +162,7 @@ class _Pass(nn.Module):
         self.model, self.length = model, length
         wanted = signature(model.forward).parameters
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in wanted else {}
+        self.takes_positions = "position_ids" in wanted
         self.layers = import_module("parloom.capture.cache_layers")
 
     def forward(
@@ -165,6 +176,9 @@ class _Pass(nn.Module):
             for kind, at in {CACHE: position, **({CROSS: None} if encodes else {})}.items()
         }
         given: dict[str, Any] = {TOKENS: input_ids, "past_key_values": made[CACHE]}
+        if self.takes_positions:  # some would cut them out of all by how many there were
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            given["position_ids"] = (places if position is None else places + position)[None]
         if encodes:
             given = self._decoding(input_ids, generated is not None)
             both = self.layers.cache_of_both(*made.values(), is_there=generated is not None)

@@ -46,14 +46,18 @@ def simulate_stages(
     decisions: Decisions,
     optimizer: Optimizer | None = None,
     kernels: Kernels | None = None,
+    *,
+    repeated: bool = False,
 ) -> Timeline:
-    """Play one step of all stages, which were lowered from `decisions`, on `cluster`."""
+    """Play one step of all stages, which were lowered from `decisions`, on `cluster`; of stages
+    that are `repeated`, with the time from step to step where they follow each other at once.
+    """
     if len(lowered.pcgs) == 1:
         own = own_part(cluster, decisions.stages[0]) if cluster.parts else cluster
         return simulate(lowered.only, own, decisions, optimizer, kernels)
     player = StagePlayer(cluster, optimizer, kernels)
     stages = PricedStages(lowered, decisions.stages, player)
-    return stages.play(tuple(own for _, own in group_lists(decisions)))
+    return stages.play(tuple(own for _, own in group_lists(decisions)), repeated=repeated)
 
 
 class StagePlayer:
@@ -180,13 +184,16 @@ class PricedStages:
             if self.planned[source].devices != self.planned[target].devices:
                 yield source, target, *transfer_bytes(transfer, self.lowered.pcgs)
 
-    def play(self, lists: Lists) -> Timeline:
-        """One step as the lists of all ranks say; of passes that feed each other with the time from
-        one to the next.
+    def play(self, lists: Lists, *, repeated: bool = False) -> Timeline:
+        """One step as the lists of all ranks say; of passes that feed each other, or where that is
+        asked for, with the time from one to the next.
         """
         split = {action.stage for own in lists for action in own if action.kind == "W"}
         stages = [self.actions(i, split=i in split) for i in range(len(self.lowered.pcgs))]
-        return simulate_pipeline(lists, stages, (*self.edges, *self.later), shared=self.shared)
+        edges = (*self.edges, *self.later)
+        return simulate_pipeline(
+            lists, stages, edges, shared=self.shared, synchronizes=not repeated
+        )
 
     def _chosen_tokens(self) -> Iterator[Edge]:
         """Of a program of tokens, those that go to the stages which read them in the next pass."""

@@ -81,10 +81,16 @@ class Machine:
         return simulate(pcg, self.cluster, decisions, optimizer, self.kernels)
 
     def play(
-        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+        self,
+        lowered: LoweredStages,
+        decisions: Decisions,
+        optimizer: Optimizer | None = None,
+        *,
+        repeated: bool = False,
     ) -> Timeline:
-        """Play one step of a lowered plan, whatever its stages."""
-        return simulate_stages(lowered, self.cluster, decisions, optimizer, self.kernels)
+        """Play one step of a lowered plan, whatever its stages; see `simulate_stages`."""
+        cluster, kernels = self.cluster, self.kernels
+        return simulate_stages(lowered, cluster, decisions, optimizer, kernels, repeated=repeated)
 
     def source(self, *pcgs: PCG, peak_bytes: int = 0) -> Source:
         """Where a prediction for the lowered programs of a plan with such a peak comes from, and

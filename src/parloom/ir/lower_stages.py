@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parloom.action_text import stages_text
-from parloom.errors import CutError, InputError, NotYetError
+from parloom.errors import CutError, InputError, LayoutError, NotYetError
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Boundary, Graph
 from parloom.ir.lower import lower
@@ -87,11 +87,24 @@ def lower_beside(
         pcg = lower(graph, decisions, factored=factored, homes=first.only.homes)
         return LoweredStages(Cut((graph,), (), {}), (pcg,))
     parts, chosen = stages_beside(graph, decisions, first, factored)
+    _check_homes(parts, first.cut)
     pcgs = (
         lower(own, decided, homes=pcg.homes)
         for own, decided, pcg in zip(parts.graphs, chosen, first.pcgs, strict=True)
     )
     return LoweredStages(parts, tuple(pcgs))
+
+
+def _check_homes(parts: Cut, first: Cut) -> None:
+    """Raise `LayoutError` where a stage reads a parameter that only another one has."""
+    for stage, (own, other) in enumerate(zip(parts.graphs, first.graphs, strict=True)):
+        there = {entry.target for entry in other.of_kind("parameter")}
+        for entry in own.of_kind("parameter"):
+            if entry.target not in there:
+                raise LayoutError(
+                    f"stage {stage} of another program of the plan reads {entry.target}, which lies"
+                    " elsewhere; put all that reads it into one stage"
+                )
 
 
 def stages_beside(

@@ -372,6 +372,8 @@ class Inference:
     `cache_bytes` are those of the device that has most. `steps`: how often the pass of a model that
     generates no tokens runs for an answer, as a denoiser's does. `weights`: what products have
     theirs in, int8 or fp8 with a scale for each output channel, where that is not their own dtype.
+    `period_s`: from one batch of requests to the next where stages begin a pass while others are at
+    the one before it, of a model of one pass; None where a batch waits for the answers to the last.
     """
 
     new_tokens: int = 0
@@ -381,6 +383,7 @@ class Inference:
     cache_bytes: int = 0
     steps: int = 1
     weights: str | None = None
+    period_s: float | None = None
 
     def __post_init__(self) -> None:
         nodes = _sorted(self.prefill_nodes, lambda n: n.key, "nodes of the prompt's program")
@@ -391,6 +394,10 @@ class Inference:
         if self.prefill is None:
             return self.steps * pass_s
         return self.prefill.step_s + (self.new_tokens - 1) * pass_s
+
+    def batch_s(self, pass_s: float) -> float:
+        """The time from one batch of answers to the next."""
+        return self.answer_s(pass_s) if self.period_s is None else self.period_s
 
     @property
     def passes(self) -> tuple[int, int]:

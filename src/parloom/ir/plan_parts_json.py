@@ -70,6 +70,7 @@ def inference_document(inference: Inference) -> dict[str, Any]:
         "cache_bytes": inference.cache_bytes,
         "steps": inference.steps,
         "weights": inference.weights,
+        **({"period_s": inference.period_s} if inference.period_s is not None else {}),
         "prefill": prediction_document(inference.prefill),
         "prefill_nodes": nodes_document(inference.prefill_nodes),
         "prefill_sha256": digest(inference.prefill_graph),
@@ -92,4 +93,5 @@ def read_inference(
         document.cache_bytes,
         document.steps,
         document.weights,
+        document.period_s,
     )

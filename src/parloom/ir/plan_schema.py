@@ -197,6 +197,7 @@ class InferenceDocument(Document):
     cache_bytes: Index
     steps: Count
     weights: Literal["int8", "fp8"] | None
+    period_s: Number | None = None
     prefill: PredictionDocument | None
     prefill_nodes: dict[Name, dict[Name, list[Name]]]
     prefill_sha256: str

@@ -11,6 +11,7 @@ graph.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from parloom.errors import CutError, LayoutError, nearest
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, Value
@@ -390,7 +391,8 @@ class _Stages:
 
     def nobody_reads(self, bodies: Sequence[Sequence[Item]]) -> list[set[str]]:
         """By stage, the parameters and buffers that no item reads: those that are written go where
-        they are made, the others to the first stage.
+        they are made, the others to the items of the module that has them, since another program
+        of the plan may read them there; of as near ones, to the first stage.
         """
         read = {name for body in bodies for item in body for name in operands(item)}
         written = {
@@ -399,8 +401,21 @@ class _Stages:
         found: list[set[str]] = [set() for _ in bodies]
         for entry in self.graph.inputs:
             if entry.kind in ("parameter", "buffer") and entry.value.name not in read:
-                found[written.get(entry.target, 0)].add(entry.value.name)
+                stage = written.get(entry.target)
+                found[self.of_module(entry.target) if stage is None else stage].add(
+                    entry.value.name
+                )
         return found
+
+    def of_module(self, target: str) -> int:
+        """The stage with the item whose module path has most in common with a parameter's name."""
+        name = target.split(".")
+
+        def common(stage: int) -> int:
+            paths = (item_key(item).split(":")[0].split(".") for item in self.own[stage])
+            return max((_num_equal(name, path) for path in paths), default=0)
+
+        return max(range(self.count), key=lambda stage: (common(stage), -stage))
 
     def check_buffers(self, bodies: Sequence[Sequence[Item]]) -> None:
         """What a step writes back is read where it is made: others would read what it was."""
@@ -461,6 +476,11 @@ class _Stages:
             recompute=tuple(p for p in graph.recompute if p in prefixes),
             leaving=leaving,
         )
+
+
+def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words both begin with."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _shared(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ def rate_of(plan: Plan) -> tuple[float, str]:
     inference = _inference(plan)
     count = num_samples(factorize(parse_graph(plan.graph)))
     per_answer = max(1, inference.new_tokens)
-    rate = count * per_answer / inference.answer_s(_expected(plan).step_s)
+    rate = count * per_answer / inference.batch_s(_expected(plan).step_s)
     return rate, "tokens" if inference.new_tokens else "samples"
 
 
@@ -109,7 +109,7 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
         lines.append(("", f"{inference.new_tokens} tokens after each prompt: {parts}"))
         if len(plan.decisions.stages) > 1:
             lines.append(("pipeline", _overlap(plan.decisions)))
-    lines.append(("throughput", f"{format_count(rate)} {unit} a second"))
+    lines.append(("throughput", f"{format_count(rate)} {unit} a second{_follows(inference)}"))
     aim = plan.aim
     if aim is not None and aim.bound:
         what = "an answer takes" if aim.objective is Objective.LATENCY else f"each of {unit} takes"
@@ -120,6 +120,13 @@ def _lines(plan: Plan, inference: Inference, found: Prediction) -> list[tuple[st
     sizes = ", ".join(f"{n} {format_bytes(size)}" for n, size in held.items() if n != "peak")
     lines.append(("memory", f"{format_bytes(held['peak'])} per device at the peak: {sizes}"))
     return lines
+
+
+def _follows(inference: Inference) -> str:
+    """How batches follow each other in stages."""
+    if inference.period_s is None:
+        return ""
+    return f": a batch every {format_seconds(inference.period_s)}, as stages begin the next one"
 
 
 def _overlap(decisions: Decisions) -> str:

@@ -8,12 +8,20 @@ from typing import Protocol
 from parloom.cost.hardware import Hardware
 from parloom.errors import InputError
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Graph
+from parloom.ir.graph import CACHE, Graph
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Objective, Optimizer, Prediction
+from parloom.ir.plan import (
+    GLOBAL,
+    MICROBATCH,
+    NO_OPTIMIZER,
+    Decisions,
+    Objective,
+    Optimizer,
+    Prediction,
+)
 from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
@@ -87,6 +95,14 @@ class Request:
     def samples(self) -> int:
         """The size of the batch."""
         return num_samples(factorize(self.graph)) * self.apart
+
+    @property
+    def passes_follow(self) -> bool:
+        """Whether batches follow each other through the stages of forward passes, which leave
+        nothing to the next one.
+        """
+        serves = self.optimizer == NO_OPTIMIZER and self.num_microbatches is None
+        return serves and not self.graph.of_kind(CACHE)
 
     def on(self, num_devices: int) -> "Request":
         """The same of that many of the first devices, all of which are used."""

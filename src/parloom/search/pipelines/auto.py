@@ -244,7 +244,9 @@ def least_pipeline_ps(contexts: Contexts) -> float:
     """
     request, devices = contexts.request, contexts.request.cluster.num_devices
     share_ps = least_work_ps(contexts) / devices
-    if request.pinned.pins:  # a part has choices that they leave no divisor of it
+    # With pins a part has choices that they leave no divisor of it; a batch that follows another
+    # waits for no way.
+    if request.pinned.pins or request.passes_follow:
         return share_ps
     programs = filter(None, map(contexts.program, reversed(contexts.counts)))
     smallest = next(programs, None)
