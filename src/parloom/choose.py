@@ -25,6 +25,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.verify import verify_decisions
 from parloom.objectives import proposed, rank, value_of
+from parloom.quantization import INT8
 from parloom.report.mixed import left_out_words
 from parloom.report.words import (
     INTERRUPTED,
@@ -183,6 +184,7 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         *uneven,
         *tight_words(cluster, best.prediction.peak_bytes),
         *idle_words(best.decisions, _why_idle(request, found.found)),
+        *(_not_quantized(best, fitting) if request.quantizes else ()),
         *([ORDERED] if any(stage.mesh.order for stage in best.decisions.stages) else []),
         *found.refused,
     )
@@ -233,6 +235,17 @@ def _other_devices(
     same = [plan for plan in fitting if plan.prediction.step_s <= step_s * (1 + SAME)]
     fewest = min((p.decisions.num_ranks, p.prediction.step_s) for p in same)
     return part_words(cluster, best.decisions, step_s, *fewest)
+
+
+def _not_quantized(best: ScoredPlan, fitting: Sequence[ScoredPlan]) -> tuple[str, ...]:
+    """That the best plan sends nothing in int8, which was allowed, and the best one that does."""
+    if best.decisions.communication_dtype:
+        return ()
+    others = [plan for plan in fitting if plan.decisions.communication_dtype]
+    if not others:
+        return (f"{INT8} was allowed, and no plan that was found is faster for it",)
+    least = min(others, key=lambda plan: plan.prediction.step_s)
+    return (f"with {INT8} the fastest is {least.name}: {format_seconds(least.prediction.step_s)}",)
 
 
 def fastest_words(request: Request, fastest: ScoredPlan) -> str:

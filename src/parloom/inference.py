@@ -1,6 +1,6 @@
 """Plans for inference: from a model to its programs, and from these to a plan that serves them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from parloom.capture.ranges import Ranges, ranges_of
 from parloom.choose import why_unbound
 from parloom.complete import assumed
 from parloom.cost.clusters import resolve_cluster
+from parloom.cost.stages import simulate_stages
 from parloom.cost.units import bytes_up, format_bytes, format_seconds
-from parloom.errors import CaptureError, InfeasibleError, InputError
+from parloom.errors import BudgetError, CaptureError, InfeasibleError, InputError, StoppedError
 from parloom.execute.consistent import check_results
 from parloom.execute.eager import PLAN
 from parloom.execute.eager_compare import DIFFERS, EQUAL
@@ -30,11 +31,14 @@ from parloom.ir.generation import GENERATED, TOKENS
 from parloom.ir.graph import CACHE, Graph
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.plan import (
+    DEVICES,
     DTYPES,
+    MEMORY,
     NO_OPTIMIZER,
     OF_INFERENCE,
     Aim,
     Alternative,
+    Constraint,
     Inference,
     ModelSource,
     Objective,
@@ -45,6 +49,7 @@ from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples
 from parloom.ir.text import print_graph
 from parloom.objectives import proposed
+from parloom.report.words import INTERRUPTED
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.answers import Pair, pairs
 from parloom.search.pinned import NONE, resolve
@@ -161,7 +166,9 @@ def positions_beyond(
     model: torch.nn.Module, prefill: Graph | None, new_tokens: int
 ) -> tuple[str, ...]:
     """A note where a model computes positions, as by rotations, beyond those of its config."""
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    inner = getattr(config, "text_config", None) or config  # of models that read images, too
+    most = getattr(inner, "max_position_embeddings", None)
     if prefill is None or not isinstance(most, int):
         return ()
     prompts = (e.value.spec.shape[-1] for e in prefill.of_kind("batch") if e.target == TOKENS)
@@ -248,15 +255,13 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         method=method,
         all_devices=devices is not None,
     )
-    answers, bound_s, status, notes = _answers(captured, decode, bool(pins), progress)
-    if decode.passes_follow and captured.steps == 1:
-        answers = [_following(answer, captured.graph, machine) for answer in answers]
-    fitting = [answer for answer in answers if answer.peak_bytes <= limit]
-    if not fitting:
-        raise _shortage(answers, limit, notes)
-    best = min(fitting, key=lambda a: (a.batch_s, a.peak_bytes, a.name))
+    found = _answers(captured, decode, progress)
+    best, bound_s, notes = found.best(limit), found.bound_s, found.notes
+    size = f"{memory}B" if isinstance(memory, int) else memory
+    asked = _asked(decode, whole if devices else None, size)
+    constraints, stopped = _constraints(captured, best, asked, progress)
     spec = resolve_cluster(cluster).spec
-    plan = _planned(captured, best, answers, spec, limit)
+    plan = _planned(captured, best, found.answers, spec, limit)
     known = assumed(machine, plan.decisions, captured.graph, limit)
     why = why_unbound(best.pair.found.decisions) or why_unbound(best.pair.prefill)
     if bound_s and why:
@@ -269,28 +274,86 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
         plan,
         aim=Aim(Objective(objective), value, bound if bound and bound <= value else None),
         assumptions=(*known, *captured.assumptions),
-        notes=(*notes, *captured.notes),
-        status=status,
+        notes=(*stopped, *notes, *captured.notes),
+        status=Status.INTERRUPTED if stopped else found.status,
+        constraints=constraints,
     )
     lowered_programs(plan)  # whoever reads the plan will
     return plan
 
 
-def _answers(
-    captured: Captured, decode: Request, pinned: bool, say: Say
-) -> tuple[list[_Answer], float | None, Status, tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Answers:
     """All candidates, the least that an answer takes where it was proved, how the search ended, and
     why some plans are none.
     """
+
+    answers: tuple[_Answer, ...]
+    bound_s: float | None
+    status: Status
+    notes: tuple[str, ...]
+
+    def best(self, limit: int) -> _Answer:
+        """The best of those that fit; raises `InfeasibleError` where none does."""
+        fitting = [answer for answer in self.answers if answer.peak_bytes <= limit]
+        if not fitting:
+            raise _shortage(self.answers, limit, self.notes)
+        return min(fitting, key=_rank)
+
+
+def _rank(answer: _Answer) -> tuple[float, int, str]:
+    return answer.batch_s, answer.peak_bytes, answer.name
+
+
+def _asked(decode: Request, whole: Machine | None, memory: str | None) -> dict[str, Request]:
+    """The question without each thing that was asked for, by the flag that did; `whole` are all
+    devices where there are more than were asked for.
+    """
+    pins, there = decode.pinned.pins, memory_of(decode.cluster)
+    found = {
+        pin.text: replace(decode, pinned=decode.pinned.only([p for p in pins if p is not pin]))
+        for pin in pins
+    }
+    if memory and decode.limit_bytes < there:
+        found[f"{MEMORY}{memory}"] = replace(decode, limit_bytes=there)
+    if whole is not None:
+        text = f"{DEVICES}{decode.cluster.num_devices}"
+        found[text] = replace(decode, machine=whole, all_devices=False)
+    return found
+
+
+def _constraints(
+    captured: Captured, best: _Answer, asked: Mapping[str, Request], say: Say
+) -> tuple[tuple[Constraint, ...], tuple[str, ...]]:
+    """What is asked for with the best answer without it, and what Ctrl-C left out of that."""
+    found: list[Constraint] = []
+    for text, other in asked.items():
+        say(f"looking for what {text} costs")
+        free = best
+        try:
+            free = min(best, _answers(captured, other, say).best(other.limit_bytes), key=_rank)
+        except (KeyboardInterrupt, StoppedError):
+            return tuple(found), (f"what {text} costs is left out: {INTERRUPTED}",)
+        except (BudgetError, InfeasibleError):
+            pass
+        found.append(Constraint(text, free.batch_s, free.peak_bytes))
+    return tuple(found), ()
+
+
+def _answers(captured: Captured, decode: Request, say: Say) -> _Answers:
+    """The candidates of a question."""
     tokens = captured.new_tokens
     found = proposed(decode, say)
     if captured.prefill is None:
         times = captured.steps
         bound = None if found.bound_s is None else times * found.bound_s
-        return [_alone(plan, times) for plan in found.found], bound, found.status, found.refused
+        alone = [_alone(plan, times) for plan in found.found]
+        if decode.passes_follow and times == 1:
+            alone = [_following(answer, decode) for answer in alone]
+        return _Answers(tuple(alone), bound, found.status, found.refused)
     prefill = replace(decode, graph=captured.prefill, pinned=NONE)
     say("looking for layouts of prompts")
-    other = None if pinned else proposed(prefill, say)
+    other = None if decode.pinned.pins else proposed(prefill, say)
     made: list[_Answer] = []
     refused = [*found.refused, *(f"prompts: {why}" for why in (other.refused if other else ()))]
     for pair in pairs(found.found, other.found if other else (), decode, prefill):
@@ -304,7 +367,7 @@ def _answers(
     bound = None if None in bounds else bounds[1] + (tokens - 1) * bounds[0]  # type: ignore[operator]
     ended = [found.status, *([other.status] if other else [])]
     status = next((s for s in ended if s is not Status.COMPLETE), Status.COMPLETE)
-    return made, bound, status, tuple(dict.fromkeys(refused))
+    return _Answers(tuple(made), bound, status, tuple(dict.fromkeys(refused)))
 
 
 def _alone(plan: ScoredPlan, times: int) -> _Answer:
@@ -312,13 +375,16 @@ def _alone(plan: ScoredPlan, times: int) -> _Answer:
     return _Answer(plan.name, plan.method, pair, True, times * plan.prediction.step_s)
 
 
-def _following(answer: _Answer, graph: Graph, machine: Machine) -> _Answer:
+def _following(answer: _Answer, request: Request) -> _Answer:
     """The same with the time from batch to batch, where several stages work on them."""
     decisions = answer.pair.found.decisions
     if len(decisions.stages) == 1:
         return answer
-    made = lower_stages(rewritten(graph, decisions.rewrites), decisions)
-    played = machine.used_by(decisions).play(made, decisions, NO_OPTIMIZER, repeated=True)
+    made = lower_stages(rewritten(request.graph, decisions.rewrites), decisions)
+    machine = request.machine.used_by(decisions)
+    played = simulate_stages(
+        made, machine.cluster, decisions, NO_OPTIMIZER, machine.kernels, repeated=True
+    )
     return replace(answer, period_s=played.period_s)
 
 

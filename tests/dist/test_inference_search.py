@@ -98,6 +98,26 @@ def test_passes_of_tokens_in_stages_follow_each_other(gpt2: Captured) -> None:
     assert "one microbatch: no two passes overlap" in alone
 
 
+def test_pins_and_limits_say_what_they_cost(gpt2: Captured, tmp_path: Path) -> None:
+    """With the best answers without them; the plan's command has them again."""
+    free = _found(gpt2, method="data_parallel")
+    assert free.prediction is not None
+    assert free.inference is not None
+    limit = free.inference.batch(free.prediction).peak_bytes + 1_000_000
+    found = _found(gpt2, method="data_parallel", pin=("mesh=2",), memory=limit, devices=2)
+    texts = [constraint.text for constraint in found.constraints]
+    assert texts == ["--pin mesh=2", f"--memory {limit}B", "--devices 2"]
+    assert found.prediction is not None
+    assert found.inference is not None
+    with_it = found.inference.batch(found.prediction)
+    assert all(c.step_s <= with_it.step_s for c in found.constraints)
+    assert found.command().endswith(f"--pin mesh=2 --memory {limit}B --devices 2")
+    told = _screen(found)
+    assert "--pin mesh=2 costs nothing" in told
+    assert inference_document(found, "p", 0, 0)["constraints"][0]["text"] == "--pin mesh=2"
+    assert not free.constraints
+
+
 def _screen(plan: Plan) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(inference_screen(plan, api.load_cluster(plan.cluster).cluster, {}))

@@ -243,6 +243,17 @@ levels: [{name: network, size: 2, bandwidth: 50Mbit/s, latency: 200us}]
 """
 
 
+def test_what_was_allowed_and_not_used_is_said(tmp_path: Path) -> None:
+    """Links of a node are fast, and quantizing takes longer than it saves."""
+    (tmp_path / "fast.yaml").write_text(SLOW_LINK.replace("50Mbit/s", "100GB/s"))
+    program = api.capture("zoo:mlp", optimizer="sgd")
+    asked = {"cluster": str(tmp_path / "fast.yaml"), "devices": 2, "method": "data_parallel"}
+    plan = api.search(program, allow=(QUANTIZED,), **asked)  # type: ignore[arg-type]
+    assert plan.decisions.communication_dtype is None
+    assert "int8 was allowed, and no plan that was found is faster for it" in plan.notes
+    assert not any(INT8 in note for note in api.search(program, **asked).notes)  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_the_search_uses_it_only_where_it_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "slow.yaml").write_text(SLOW_LINK)

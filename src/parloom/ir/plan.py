@@ -11,7 +11,7 @@ equal values and equal files.
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from types import MappingProxyType
@@ -398,6 +398,11 @@ class Inference:
     def batch_s(self, pass_s: float) -> float:
         """The time from one batch of answers to the next."""
         return self.answer_s(pass_s) if self.period_s is None else self.period_s
+
+    def batch(self, one: Prediction) -> Prediction:
+        """What a batch of answers takes and holds, where `one` is a pass of the plan's graph."""
+        peak = max(one.peak_bytes, self.prefill.peak_bytes if self.prefill else 0)
+        return replace(one, step_s=self.batch_s(one.step_s), peak_bytes=peak)
 
     @property
     def passes(self) -> tuple[int, int]:

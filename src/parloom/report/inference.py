@@ -15,7 +15,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, Inference, Objective, Plan, Prediction
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
-from parloom.report.words import source_words, title_words, words
+from parloom.report.words import constraint_lines, source_words, title_words, words
 
 
 def rate_of(plan: Plan) -> tuple[float, str]:
@@ -65,6 +65,10 @@ def inference_document(plan: Plan, path: str, capture_s: float, search_s: float)
             {"name": a.name, "latency_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
         ],
+        "constraints": [
+            {"text": c.text, "without_s": c.step_s, "without_peak_bytes": c.peak_bytes}
+            for c in plan.constraints
+        ],
         "assumptions": list(plan.assumptions),
         "notes": list(plan.notes),
         "plan": path,
@@ -82,7 +86,8 @@ def inference_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) ->
     for name, line in _lines(plan, inference, found):
         table.add_row(name, Text(line))
     parts: list[RenderableType] = [Text(title_words(plan, cluster), style="bold"), Text(""), table]
-    for title, lines in (("notes", plan.notes), ("assumed", plan.assumptions)):
+    asked = ("asked for", constraint_lines(plan))
+    for title, lines in (asked, ("notes", plan.notes), ("assumed", plan.assumptions)):
         if lines:
             parts += [Text(""), Text(title), *(Text(f"  {line}") for line in lines)]
     if paths:

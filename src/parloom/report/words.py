@@ -474,6 +474,8 @@ def constraint_lines(plan: Plan) -> tuple[str, ...]:
     if plan.prediction is None:
         return ()
     found, aim = plan.prediction, plan.aim
+    if plan.inference is not None:  # of a batch of answers, whose time both objectives count
+        found, aim = plan.inference.batch(found), None
     return tuple(constraint_line(constraint, found, aim) for constraint in plan.constraints)
 
 
