@@ -2,9 +2,11 @@
 
     python benchmarks/inference_latency.py [--models llama,gpt2,vit] [--ranks 1,2] [--launches 3]
                                            [--passes 8] [--methods pipeline] [--json F]
+                                           [--testbed FOLDER [--rate 250mbit]]
 
-A case is a model, a method and a number of ranks of this machine, where "pipeline" is the plan of a
-stage on each that answers most in a second. Its plans are made, `parloom calibrate --plan ..` runs
+A case is a model, a method and a number of ranks of this machine, or with `--testbed` of hosts of a
+quarter of a core in the cluster in a box; "pipeline" is the plan of a stage on each that answers
+most in a second. Its plans are made, `parloom calibrate --plan ..` runs
 on as many ranks, and both of a plan's programs run in several launches, apart and as answers:
 prompts and all tokens after them. A pass counts by its slowest rank, a program by the median of all
 passes. Run it where nothing else runs: the load before each launch is in the table.
@@ -19,13 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cluster_in_a_box import Bed
 from cluster_rank import _slowest
 from common import report
 from torch import Tensor
@@ -67,7 +71,9 @@ def configs() -> dict[str, PretrainedConfig]:
     }  # fmt: skip
 
 
-def make_plans(folder: Path, model: str, ranks: int, methods: Sequence[str]) -> list[Path]:
+def make_plans(
+    folder: Path, model: str, ranks: int, methods: Sequence[str], cluster: str
+) -> list[Path]:
     """Write the plans of a model for so many ranks; their folders."""
     spec = folder / model
     configs()[model].save_pretrained(spec)
@@ -80,7 +86,7 @@ def make_plans(folder: Path, model: str, ranks: int, methods: Sequence[str]) -> 
             wanted = {"pin": [f"stages={ranks}"], "objective": "throughput"}
         try:
             plan = api.search_inference(
-                captured, cluster=f"{ranks}xcpu", devices=ranks, **wanted, progress=_say
+                captured, cluster=cluster, devices=ranks, **wanted, progress=_say
             )
         except InfeasibleError as error:
             _say(f"{model} by {method} on {ranks}: {error}")
@@ -182,23 +188,21 @@ def run_rank(paths: list[Path], passes: int) -> None:
 # The table.
 
 
-def rows_of(folder: Path, model: str, ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All plans of a model on so many ranks."""
-    plans = make_plans(folder, model, ranks, args.methods.split(","))
+def rows_of(
+    folder: Path, model: str, ranks: int, args: argparse.Namespace, run: Callable[..., str]
+) -> list[dict[str, Any]]:
+    """All plans of a model on so many ranks, which `run` starts."""
+    cluster = f"{ranks}x1xcpu" if args.testbed else f"{ranks}xcpu"
+    plans = make_plans(folder, model, ranks, args.methods.split(","), cluster)
     calibration = folder / f"{model}-{ranks}.json"
     given = [word for path in plans for word in ("--plan", str(path))]
-    cluster = f"{ranks}xcpu"
-    launched(
-        ranks, "-m", "parloom", "calibrate", "--cluster", cluster, "--out", str(calibration), *given
-    )
+    run("-m", "parloom", "calibrate", "--cluster", cluster, "--out", str(calibration), *given)
     measured: dict[tuple[str, str], list[float]] = {}
     loads = []
     for _ in range(args.launches):
         loads.append(os.getloadavg()[0])
-        printed = launched(
-            ranks, str(Path(__file__).resolve()), "--passes", str(args.passes), "--time",
-            *map(str, plans),
-        )  # fmt: skip
+        here, passes = str(Path(__file__).resolve()), str(args.passes)
+        printed = run(here, "--passes", passes, "--time", *map(str, plans))
         for line in printed.splitlines():
             if line.startswith("RESULT "):
                 row = json.loads(line[7:])
@@ -215,6 +219,23 @@ def rows_of(folder: Path, model: str, ranks: int, args: argparse.Namespace) -> l
     return rows
 
 
+@contextmanager
+def started(ranks: int, args: argparse.Namespace) -> Iterator[Callable[..., str]]:
+    """Runs a Python command on so many ranks: what they print."""
+    if args.testbed is None:
+        yield partial(launched, ranks)
+        return
+    with Bed(args.testbed, "latency", args.rate, ranks) as bed:
+        yield partial(bed.run, sys.executable)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"| {row['plan']} | {row['program']} | {1e3 * row['predicted_s']:.2f} ms |"
+        f" {1e3 * row['measured_s']:.2f} ms | {row['error']:+.1%} | {max(row['loads']):.1f} |"
+    )
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -227,6 +248,8 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--passes", type=int, default=8)
     parser.add_argument("--time", type=Path, nargs="+", help="of a rank: the plans to time")
+    parser.add_argument("--testbed", type=Path, help="folder of testbed.py")
+    parser.add_argument("--rate", default="250mbit", help="of links in the box")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     if args.time:
@@ -237,15 +260,11 @@ def main() -> int:
     print("|" + "---|" * 6)
     with tempfile.TemporaryDirectory(prefix="parloom-inference-") as folder:
         for ranks in map(int, args.ranks.split(",")):
-            for model in args.models.split(","):
-                for row in rows_of(Path(folder), model, ranks, args):
-                    table.append(row)
-                    print(
-                        f"| {row['plan']} | {row['program']} | {1e3 * row['predicted_s']:.2f} ms |"
-                        f" {1e3 * row['measured_s']:.2f} ms | {row['error']:+.1%} |"
-                        f" {max(row['loads']):.1f} |",
-                        flush=True,
-                    )
+            with started(ranks, args) as run:
+                for model in args.models.split(","):
+                    for row in rows_of(Path(folder), model, ranks, args, run):
+                        table.append(row)
+                        print(_line(row), flush=True)
     errors = sorted(abs(row["error"]) for row in table)
     found = {
         "rows": len(errors),
