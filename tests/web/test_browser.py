@@ -30,6 +30,7 @@ def seen(any_report: Path, browser: Browser) -> Iterator[Seen]:
     found.page.close()
 
 
+@pytest.mark.sample(2)
 def test_it_is_one_small_file(
     any_report: Path, seen: Seen, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,6 +41,7 @@ def test_it_is_one_small_file(
             print(f"\n{any_report.name}: {size / 1e6:.2f} MB, open in {seen.opened_s:.2f} s")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_view_is_drawn_without_a_fault(seen: Seen, scheme: str) -> None:
     seen.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
@@ -59,6 +61,7 @@ def test_every_view_is_drawn_without_a_fault(seen: Seen, scheme: str) -> None:
     assert seen.faults == []
 
 
+@pytest.mark.sample(2)
 def test_what_a_pointer_is_over_is_told_without_a_fault(seen: Seen) -> None:
     for chart in seen.page.locator(".chart").all():
         chart.scroll_into_view_if_needed()
@@ -71,6 +74,7 @@ def test_what_a_pointer_is_over_is_told_without_a_fault(seen: Seen) -> None:
     assert seen.faults == []
 
 
+@pytest.mark.sample(2)
 def test_every_choice_is_drawn_without_a_fault(seen: Seen) -> None:
     for chosen in seen.page.locator("section select").all():
         chart = chosen.locator("xpath=ancestor::div[contains(@class, 'plan')]").locator(".chart")
@@ -80,6 +84,7 @@ def test_every_choice_is_drawn_without_a_fault(seen: Seen) -> None:
     assert seen.faults == []
 
 
+@pytest.mark.sample(2)
 def test_nothing_is_wider_than_the_page(seen: Seen) -> None:
     """Also on a phone: what is wider scrolls in a box of its own."""
     for width in (1280, 480):
@@ -89,6 +94,7 @@ def test_nothing_is_wider_than_the_page(seen: Seen) -> None:
         assert wide <= width
 
 
+@pytest.mark.sample(2)
 def test_every_chart_has_its_data_as_a_table_by_keyboard(seen: Seen) -> None:
     figures = seen.page.locator("figure").all()
     assert len(figures) == seen.page.locator(".chart").count()
@@ -100,6 +106,7 @@ def test_every_chart_has_its_data_as_a_table_by_keyboard(seen: Seen) -> None:
         assert figure.locator("table").first.is_visible()
 
 
+@pytest.mark.sample(2)
 def test_a_card_opens_and_closes_by_keyboard(seen: Seen) -> None:
     seen.page.locator("section#model figure summary").first.focus()
     seen.page.keyboard.press("Enter")
@@ -115,6 +122,7 @@ def test_a_card_opens_and_closes_by_keyboard(seen: Seen) -> None:
     assert seen.faults == []
 
 
+@pytest.mark.sample(2)
 def test_nothing_serious_for_those_who_do_not_see_it(seen: Seen) -> None:
     seen.page.evaluate("document.querySelectorAll('details').forEach(one => (one.open = true))")
     assert seen.serious() == []
@@ -129,6 +137,7 @@ def test_without_javascript_there_is_a_summary(browser: Browser, any_report: Pat
     found.page.close()
 
 
+@pytest.mark.sample(2)
 def test_nothing_serious_in_the_summary(browser: Browser, any_report: Path) -> None:
     """As it stays where the page's program ends: axe-core itself needs JavaScript."""
     found = Seen(browser, any_report, before="delete globalThis.DecompressionStream")
