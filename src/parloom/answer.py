@@ -66,8 +66,6 @@ def answer(request: Request, origin: Origin, pins: Sequence[Pin], memory: str, s
         found = choose(request, say)
     except NothingFitsError as error:
         found = _least(request, origin, error.proposed, say)
-    if found.status is Status.INTERRUPTED:
-        return found
     return _constrained(request, origin, found, memory, say)
 
 
@@ -207,7 +205,7 @@ def _fits(request: Request, pins: Sequence[Pin]) -> bool:
 
 def _constrained(request: Request, origin: Origin, found: Choice, memory: str, say: Say) -> Choice:
     """`found` with each pin and the best plan without it, then all pins, then the limit on memory;
-    Ctrl-C leaves out what is still to be asked.
+    after Ctrl-C those that are still to be asked have no price.
     """
     pins, there = request.pinned.pins, memory_of(request.cluster)
     asked = [(pin.text, [p for p in pins if p is not pin], request) for pin in pins]
@@ -220,6 +218,9 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
         other = replace(request, machine=origin.whole, all_devices=False)
         asked.append((f"{DEVICES}{num_devices}", list(pins), other))
     constraints, text, known = [], ALL, [found.best]
+    unpriced = [Constraint(text) for text, *_ in asked if text != ALL]
+    if found.status is Status.INTERRUPTED:
+        return replace(found, constraints=tuple(unpriced))
     try:
         # The best of all is the best without a pin, if it holds the others.
         free = _best_of(request, [], found.best) if len(pins) > 1 else None
@@ -235,6 +236,8 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
     except (KeyboardInterrupt, StoppedError):
         line = f"what {text} costs is left out: {INTERRUPTED}"
         found = replace(found, notes=(line, *found.notes), status=Status.INTERRUPTED)
+        priced = {constraint.text for constraint in constraints}
+        constraints += (one for one in unpriced if one.text not in priced)
     return replace(found, constraints=tuple(constraints))
 
 

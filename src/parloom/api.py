@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parloom import arguments, searching
 from parloom import inference as _inference
+from parloom import inference_plan as _inference_plan
 from parloom.answer import check_gap as check_gap  # noqa: PLC0414 - part of the API
 from parloom.capture import Loss, fingerprint, load_abstract, remarks, scalars_apart, with_culprit
 from parloom.capture import capture as _capture
@@ -61,7 +62,7 @@ Say = Callable[[str], None]
 Batch = Mapping[str, Tensor]
 Asked = dict[str, Any]  # arguments by name
 capture_inference = _inference.capture
-search_inference = _inference.find
+search_inference = _inference_plan.find
 SERVE = ("-m", "parloom.execute.serve")
 
 
@@ -291,8 +292,8 @@ def simulate(plan: Plan, calibration: str | Path | None = None) -> Timeline:
     `calibration` is a file that `parloom calibrate` wrote.
     """
     machine = machine_of(plan, calibration)
-    passes = plan.inference is not None
-    return machine.play(lowered(plan), plan.decisions, plan.optimizer, repeated=passes)
+    follow = plan.inference is not None and plan.inference.steps == 1
+    return machine.play(lowered(plan), plan.decisions, plan.optimizer, repeated=follow)
 
 
 def source_of(plan: Plan, calibration: str | Path | None = None, *, peak_bytes: int = 0) -> Source:

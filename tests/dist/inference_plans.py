@@ -17,6 +17,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    RobertaConfig,
     T5Config,
     ViTConfig,
     ViTForImageClassification,
@@ -97,9 +98,18 @@ def _bart() -> Any:
     )  # fmt: skip
 
 
+def _roberta() -> Any:
+    """Positions that a model is not told begin behind that of padding."""
+    return RobertaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=40, max_position_embeddings=64, is_decoder=True,
+    )  # fmt: skip
+
+
 OF_BLOCK = re.compile(r"(?:layers?|h|blocks?)\.([01])(?:\.|$)")
 CONFIGS = {
     "llama": _llama, "gpt2": _gpt2, "t5": _t5, "opt": _opt, "mixtral": _mixtral, "bart": _bart,
+    "roberta": _roberta,
 }  # fmt: skip
 ENCODE = ("t5", "bart")  # the prompts
 

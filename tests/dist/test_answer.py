@@ -12,7 +12,7 @@ from parloom.choose import Choice
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.execute.machine import machine_for
 from parloom.ir.factors import factorize
-from parloom.ir.plan import Decisions, Plan, Prediction, Status
+from parloom.ir.plan import Constraint, Decisions, Plan, Prediction, Status
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.samples import num_samples, num_tokens
 from parloom.report.shortage import Change
@@ -72,6 +72,7 @@ def test_every_pin_is_priced_against_the_plan_without_it(
     (alone,) = api.search(captured, cluster=CLUSTER, pin=pins[1:]).constraints
     assert alone.step_s == step_s(free)
     for constraint in found.constraints:
+        assert constraint.step_s is not None
         assert step_s(free) <= constraint.step_s <= step_s(found)
     assert any(line.startswith("--pin layers.0=replicated costs ") for line in said)
     nodes = {node.key: node.factors for node in found.decisions.nodes}
@@ -302,7 +303,12 @@ def test_ctrl_c_while_costs_are_found_keeps_the_plan(
     found = api.search(captured, cluster=CLUSTER, pin=PINS)
     assert found.interrupted
     assert found.decisions == pinned.decisions
-    assert list(found.constraints) == [c for c in pinned.constraints if c.text in priced]
+    known = [c for c in pinned.constraints if c.text in priced]
+    pins = [f"--pin {pin}" for pin in PINS]
+    assert list(found.constraints) == [
+        *known, *(Constraint(pin) for pin in pins if pin not in priced)
+    ]  # fmt: skip
+    assert all(pin in found.command() for pin in pins)
     unknown = "--pin layers.1=k" if priced else "all of these"
     assert found.notes[0].startswith(f"what {unknown} costs is left out: interrupted")
 

@@ -3,21 +3,25 @@
 import io
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from parloom import api, cli, inference
+from parloom import api, cli, objectives
+from parloom.candidates import Candidates
 from parloom.cost.tasks import COMPUTE
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
-from parloom.inference import Captured
+from parloom.inference import Captured, positions_beyond
 from parloom.ir.graph import CACHE
-from parloom.ir.plan import Objective, Plan
+from parloom.ir.plan import Objective, Plan, Status
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.inference import inference_document, inference_screen, rate_of
+from parloom.report.words import constraint_lines
 from tests.dist.inference_plans import CONFIGS, served
 
 
@@ -101,21 +105,47 @@ def test_passes_of_tokens_in_stages_follow_each_other(gpt2: Captured) -> None:
 def test_pins_and_limits_say_what_they_cost(gpt2: Captured, tmp_path: Path) -> None:
     """With the best answers without them; the plan's command has them again."""
     free = _found(gpt2, method="data_parallel")
-    assert free.prediction is not None
-    assert free.inference is not None
-    limit = free.inference.batch(free.prediction).peak_bytes + 1_000_000
+    assert free.counted is not None
+    limit = free.counted.peak_bytes + 1_000_000
     found = _found(gpt2, method="data_parallel", pin=("mesh=2",), memory=limit, devices=2)
     texts = [constraint.text for constraint in found.constraints]
     assert texts == ["--pin mesh=2", f"--memory {limit}B", "--devices 2"]
-    assert found.prediction is not None
-    assert found.inference is not None
-    with_it = found.inference.batch(found.prediction)
-    assert all(c.step_s <= with_it.step_s for c in found.constraints)
+    assert found.counted is not None
+    assert found.name == found.alternatives[found.own or 0].name
+    without = [constraint.step_s for constraint in found.constraints]
+    assert all(step_s is not None and step_s <= found.counted.step_s for step_s in without)
     assert found.command().endswith(f"--pin mesh=2 --memory {limit}B --devices 2")
     told = _screen(found)
     assert "--pin mesh=2 costs nothing" in told
+    assert found.status is Status.COMPLETE
     assert inference_document(found, "p", 0, 0)["constraints"][0]["text"] == "--pin mesh=2"
     assert not free.constraints
+
+
+@pytest.mark.parametrize(("number", "texts"), [(2, ()), (3, ("--pin mesh=2",))])
+def test_ctrl_c_keeps_the_best_answers(
+    gpt2: Captured, monkeypatch: pytest.MonkeyPatch, number: int, texts: tuple[str, ...]
+) -> None:
+    """In the search of prompts those of the program of tokens; among prices those that are there,
+    and every flag.
+    """
+    calls, right = count(1), objectives.proposed
+
+    def interrupted(*given: Any) -> Candidates:
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return right(*given)
+
+    monkeypatch.setattr("parloom.inference_plan.proposed", interrupted)
+    pins = ("mesh=2", "lm_head=d0:data") if texts else ()
+    found = _found(gpt2, method="data_parallel", pin=pins, devices=2)
+    assert found.status is Status.INTERRUPTED
+    assert found.interrupted
+    priced = tuple(one.text for one in found.constraints if one.step_s is not None)
+    assert priced == texts
+    asked = [*(f"--pin {pin}" for pin in pins), "--devices 2"]
+    assert [one.text for one in found.constraints] == asked
+    assert all("was not looked for" in line for line in constraint_lines(found)[len(texts) :])
 
 
 def _screen(plan: Plan) -> str:
@@ -220,7 +250,7 @@ def test_positions_that_no_table_has_are_told(new_tokens: int, said: bool) -> No
     """A Llama rotates any position: of eight in a prompt and sixteen in its config."""
     made = served("llama").made
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=16))
-    found = inference.positions_beyond(model, made.prefill, new_tokens)  # type: ignore[arg-type]
+    found = positions_beyond(model, made.prefill, new_tokens)  # type: ignore[arg-type]
     assert [own.startswith("17 positions are read") for own in found] == [True] * said
 
 
@@ -247,8 +277,18 @@ def test_batches_of_one_pass_follow_each_other_in_stages() -> None:
     assert plan_from_json(plan_to_json(plan), "plan").inference == plan.inference
     alone = _found(captured, pin=("stages=2",), devices=2)
     assert alone.inference is not None
-    assert alone.inference.period_s is None
     assert alone.aim is not None
     assert alone.prediction is not None
     assert alone.aim.value == alone.prediction.step_s
-    assert "a batch every" not in _screen(alone)
+    assert alone.counted == alone.prediction
+    # `run` serves it so, too.
+    assert alone.inference.period_s == api.simulate(alone).period_s
+    assert "a batch every" in _screen(alone)
+    steps = api.capture_inference("zoo:mlp", batch=64, steps=5, progress=_silent)
+    waiting = _found(steps, objective="throughput", pin=("stages=2",), devices=2)
+    assert waiting.inference is not None
+    assert waiting.prediction is not None
+    assert waiting.inference.period_s is None
+    assert waiting.counted is not None
+    assert waiting.counted.step_s == pytest.approx(5 * waiting.prediction.step_s)
+    assert api.simulate(waiting).period_ps is None

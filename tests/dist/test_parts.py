@@ -48,6 +48,7 @@ def test_devices_that_are_asked_for_are_used(captured: api.Captured, method: str
     (cost,) = found.constraints
     assert cost.text == "--devices 2"
     assert found.prediction is not None
+    assert cost.step_s is not None
     # `auto` leaves the second device idle.
     assert (cost.step_s < found.prediction.step_s) == (method == "fsdp")
     assert found.command().endswith("--devices 2")

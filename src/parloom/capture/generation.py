@@ -76,7 +76,18 @@ def capture_generation(
     count = torch.ones((), dtype=torch.int64, device=prompts.device)
     later = {TOKENS: prompts[:, :1], GENERATED: count, **caches}
     length = prompts.shape[1]
-    flat, classes = zip(*(_flat(model, given, length) for given in (first, later)), strict=True)
+    try:
+        traced = [_flat(model, given, length) for given in (first, later)]
+    except CaptureError as error:
+        # Some cut positions out of all by how many there were before, unless they are given some;
+        # not all count these from 0, so that they are given where nothing else goes.
+        if "position_ids" not in signature(model.forward).parameters or has_encoder(model):
+            raise
+        try:
+            traced = [_flat(model, given, length, tells=True) for given in (first, later)]
+        except CaptureError:
+            raise error from None
+    flat, classes = zip(*traced, strict=True)
     made = quantized(flat, weights)
     prefill, decode = map(partial(_folded, frozenset(caches)), made, classes)
     return Generation(prefill, decode)
@@ -84,6 +95,12 @@ def capture_generation(
 
 def prompts_of(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """The prompts of a batch. Raises `InputError` where there is something else beside them."""
+    mask = batch.get("attention_mask")
+    if mask is not None and not mask.is_meta and not bool(mask.bool().all()):
+        raise InputError(
+            "attention_mask hides a part of the prompts: prompts are not padded; give a batch of"
+            " equal lengths"
+        )
     other = batch.keys() - {TOKENS, *IGNORED}
     if TOKENS not in batch or other:
         has = ", ".join(batch)
@@ -154,15 +171,16 @@ class _First(nn.Module):
 class _Pass(nn.Module):
     """A call of a model with the memory that it is given; the logits of the last position.
 
-    `generated`: how many tokens there are after the prompts, the last of which is read.
+    `generated`: how many tokens there are after the prompts, the last of which is read. A model
+    that is not told (`tells`) which positions these are counts what it has read before.
     """
 
-    def __init__(self, model: nn.Module, length: int) -> None:
+    def __init__(self, model: nn.Module, length: int, tells: bool) -> None:
         super().__init__()
         self.model, self.length = model, length
         wanted = signature(model.forward).parameters
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in wanted else {}
-        self.takes_positions = "position_ids" in wanted
+        self.tells = tells
         self.layers = import_module("parloom.capture.cache_layers")
 
     def forward(
@@ -176,7 +194,7 @@ class _Pass(nn.Module):
             for kind, at in {CACHE: position, **({CROSS: None} if encodes else {})}.items()
         }
         given: dict[str, Any] = {TOKENS: input_ids, "past_key_values": made[CACHE]}
-        if self.takes_positions:  # some would cut them out of all by how many there were
+        if self.tells:
             places = torch.arange(input_ids.shape[1], device=input_ids.device)
             given["position_ids"] = (places if position is None else places + position)[None]
         if encodes:
@@ -207,13 +225,13 @@ class _Pass(nn.Module):
 
 
 def _flat(
-    model: nn.Module, batch: Mapping[str, Tensor], length: int
+    model: nn.Module, batch: Mapping[str, Tensor], length: int, *, tells: bool = False
 ) -> tuple[Graph, dict[str, str]]:
     """One program before folding, and the class of every module path."""
     was = [(module, module.training) for module in model.modules()]
     with quiet(library()):
         try:
-            flat, classes = capture_flat(_Pass(model, length).eval(), batch, training=False)
+            flat, classes = capture_flat(_Pass(model, length, tells).eval(), batch, training=False)
         finally:
             for module, training in was:
                 module.training = training

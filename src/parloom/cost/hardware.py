@@ -40,9 +40,16 @@ class Hardware(Protocol):
         """What a plan says of itself."""
 
     def predict_stages(
-        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer
+        self,
+        lowered: LoweredStages,
+        decisions: Decisions,
+        optimizer: Optimizer,
+        *,
+        repeated: bool = False,
     ) -> Prediction:
-        """The same of a plan of several stages."""
+        """The same of a plan of several stages; where steps are `repeated`, of the time from one to
+        the next.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,14 @@ class DataSheets:
         return self.simulate(pcg, decisions, optimizer).prediction()
 
     def predict_stages(
-        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer
+        self,
+        lowered: LoweredStages,
+        decisions: Decisions,
+        optimizer: Optimizer,
+        *,
+        repeated: bool = False,
     ) -> Prediction:
-        played = simulate_stages(lowered, self.cluster, decisions, optimizer, self.kernels)
-        return played.prediction()
+        cluster, kernels = self.cluster, self.kernels
+        return simulate_stages(
+            lowered, cluster, decisions, optimizer, kernels, repeated=repeated
+        ).prediction()

@@ -108,10 +108,16 @@ class Machine:
         return self._predicted(self.simulate(pcg, decisions, optimizer), pcg)
 
     def predict_stages(
-        self, lowered: LoweredStages, decisions: Decisions, optimizer: Optimizer | None = None
+        self,
+        lowered: LoweredStages,
+        decisions: Decisions,
+        optimizer: Optimizer | None = None,
+        *,
+        repeated: bool = False,
     ) -> Prediction:
-        """What a plan of several stages says of itself."""
-        return self._predicted(self.play(lowered, decisions, optimizer), *lowered.pcgs)
+        """What a plan of several stages says of itself; see `Hardware`."""
+        played = self.play(lowered, decisions, optimizer, repeated=repeated)
+        return self._predicted(played, *lowered.pcgs)
 
     def _predicted(self, played: Timeline, *pcgs: PCG) -> Prediction:
         found = played.prediction()

@@ -115,7 +115,7 @@ def answers(
             passes = server.begin(FORWARD, tensors)
         under_way.append((len(batch), passes))
         # The first stages begin the next batch while the last ones are at this one.
-        if len(under_way) >= server.num_stages:
+        if len(under_way) >= server.most_under_way:
             yield from answered(*under_way.popleft())
     for one in under_way:
         yield from answered(*one)

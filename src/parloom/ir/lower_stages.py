@@ -19,7 +19,7 @@ from parloom.ir.pcg import PCG, TIME, PValue, Transfer, results_of
 from parloom.ir.plan import OF_ONE_STAGE, Action, Decisions, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.ir.schedules import schedule
-from parloom.ir.stages import Crossing, Cut, StageDecisions, cut_plan, like
+from parloom.ir.stages import Crossing, Cut, StageDecisions, cut_plan, like, operands
 
 ActionList = tuple[Action, ...]
 
@@ -96,11 +96,13 @@ def lower_beside(
 
 
 def _check_homes(parts: Cut, first: Cut) -> None:
-    """Raise `LayoutError` where a stage reads a parameter that only another one has."""
+    """Raise `LayoutError` where a stage reads a parameter or buffer that only another one has."""
     for stage, (own, other) in enumerate(zip(parts.graphs, first.graphs, strict=True)):
-        there = {entry.target for entry in other.of_kind("parameter")}
-        for entry in own.of_kind("parameter"):
-            if entry.target not in there:
+        there = {entry.target for entry in other.inputs}
+        read = {name for item in own.main.body for name in operands(item)}
+        for entry in own.inputs:
+            lies = entry.kind in ("parameter", "buffer") and entry.value.name in read
+            if lies and entry.target not in there:
                 raise LayoutError(
                     f"stage {stage} of another program of the plan reads {entry.target}, which lies"
                     " elsewhere; put all that reads it into one stage"

@@ -294,11 +294,13 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A flag that the plan keeps to, and the best that was found without it."""
+    """A flag that the plan keeps to, and the best that was found without it: None where nobody
+    looked, as after Ctrl-C.
+    """
 
     text: str
-    step_s: float
-    peak_bytes: int
+    step_s: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +374,8 @@ class Inference:
     `cache_bytes` are those of the device that has most. `steps`: how often the pass of a model that
     generates no tokens runs for an answer, as a denoiser's does. `weights`: what products have
     theirs in, int8 or fp8 with a scale for each output channel, where that is not their own dtype.
-    `period_s`: from one batch of requests to the next where stages begin a pass while others are at
-    the one before it, of a model of one pass; None where a batch waits for the answers to the last.
+    `period_s`: of a model of one pass in several stages, from one batch of requests to the next,
+    where stages begin a pass while others are at the one before it.
     """
 
     new_tokens: int = 0
@@ -399,10 +401,21 @@ class Inference:
         """The time from one batch of answers to the next."""
         return self.answer_s(pass_s) if self.period_s is None else self.period_s
 
-    def batch(self, one: Prediction) -> Prediction:
-        """What a batch of answers takes and holds, where `one` is a pass of the plan's graph."""
-        peak = max(one.peak_bytes, self.prefill.peak_bytes if self.prefill else 0)
-        return replace(one, step_s=self.batch_s(one.step_s), peak_bytes=peak)
+    def counted(self, one: Prediction, objective: "Objective") -> Prediction:
+        """A batch of answers, where `one` is a pass of the plan's graph: the time that an objective
+        counts, and what a device holds at most in either program.
+        """
+        both = (one, *([self.prefill] if self.prefill else []))
+        peaks: dict[str, int] = {}
+        for device, peak in (pair for found in both for pair in found.peaks):
+            peaks[device] = max(peaks.get(device, 0), peak)
+        time_of = self.batch_s if objective is Objective.THROUGHPUT else self.answer_s
+        return replace(
+            one,
+            step_s=time_of(one.step_s),
+            peak_bytes=max(found.peak_bytes for found in both),
+            peaks=tuple(peaks.items()),
+        )
 
     @property
     def passes(self) -> tuple[int, int]:
@@ -467,13 +480,20 @@ class Plan(Shown):
         return (self.prediction.step_s - self.bound_s) / self.bound_s
 
     @property
+    def counted(self) -> Prediction | None:
+        """What alternatives and constraints are compared with: the step, or a batch of answers."""
+        if self.prediction is None or self.inference is None or self.aim is None:
+            return self.prediction
+        return self.inference.counted(self.prediction, self.aim.objective)
+
+    @property
     def own(self) -> int | None:
         """Which of the alternatives is the plan: the first of those with its step and its peak."""
-        if self.prediction is None:
+        if self.counted is None:
             return None
-        wanted = self.prediction.step_s, self.prediction.peak_bytes
-        found = ((other.step_s, other.peak_bytes) == wanted for other in self.alternatives)
-        return next((index for index, is_own in enumerate(found) if is_own), None)
+        wanted = self.counted.step_s, self.counted.peak_bytes
+        own = ((other.step_s, other.peak_bytes) == wanted for other in self.alternatives)
+        return next((index for index, is_own in enumerate(own) if is_own), None)
 
     @property
     def name(self) -> str:

@@ -178,8 +178,8 @@ class ConstraintDocument(Document):
     """A flag that the plan keeps to, and the best without it."""
 
     text: str
-    step_s: Number
-    peak_bytes: Index
+    step_s: Number | None
+    peak_bytes: Index | None
 
 
 class AimDocument(Document):

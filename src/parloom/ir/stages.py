@@ -11,7 +11,6 @@ graph.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
 
 from parloom.errors import CutError, LayoutError, nearest
 from parloom.ir.graph import CACHE, Call, Function, Graph, Input, Node, Value
@@ -356,6 +355,7 @@ class _Stages:
 
     def __init__(self, items: _Items, stage_of: Mapping[str, int], count: int) -> None:
         self.graph, self.items, self.count = items.graph, items, count
+        self.stage_of = stage_of
         self.specs = items.graph.main.specs()
         self.own: list[list[Item]] = [[] for _ in range(count)]
         self.made: dict[str, int] = {}
@@ -408,14 +408,21 @@ class _Stages:
         return found
 
     def of_module(self, target: str) -> int:
-        """The stage with the item whose module path has most in common with a parameter's name."""
-        name = target.split(".")
+        """The first stage with an item of the innermost module of a parameter that has any."""
+        words = target.split(".")
+        around = (tuple(words[:length]) for length in range(len(words), -1, -1))
+        return next((self.first_of[path] for path in around if path in self.first_of), 0)
 
-        def common(stage: int) -> int:
-            paths = (item_key(item).split(":")[0].split(".") for item in self.own[stage])
-            return max((_num_equal(name, path) for path in paths), default=0)
-
-        return max(range(self.count), key=lambda stage: (common(stage), -stage))
+    @cached_property
+    def first_of(self) -> dict[tuple[str, ...], int]:
+        """By module path, the first stage with an item of it or of a module inside."""
+        found: dict[tuple[str, ...], int] = {}
+        for key, stage in self.stage_of.items():
+            words = key.split(":")[0].split(".")
+            for length in range(len(words) + 1):
+                path = tuple(words[:length])
+                found[path] = min(stage, found.get(path, stage))
+        return found
 
     def check_buffers(self, bodies: Sequence[Sequence[Item]]) -> None:
         """What a step writes back is read where it is made: others would read what it was."""
@@ -476,11 +483,6 @@ class _Stages:
             recompute=tuple(p for p in graph.recompute if p in prefixes),
             leaving=leaving,
         )
-
-
-def _num_equal(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many words both begin with."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _shared(graphs: Sequence[Graph]) -> dict[str, tuple[int, ...]]:

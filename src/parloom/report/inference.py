@@ -62,7 +62,7 @@ def inference_document(plan: Plan, path: str, capture_s: float, search_s: float)
         "method": plan.method,
         "mesh": [{"axis": a.name, "size": a.size} for a in plan.decisions.stages[0].mesh.axes],
         "alternatives": [
-            {"name": a.name, "latency_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
+            {"name": a.name, "batch_s": a.step_s, "peak_bytes": a.peak_bytes, "fits": a.fits}
             for a in plan.alternatives
         ],
         "constraints": [

@@ -427,6 +427,8 @@ def constraint_line(constraint: Constraint, found: Prediction, aim: Aim | None =
     it may be slower, where `aim` is another one than time.
     """
     step_s, peak = found.step_s, found.peak_bytes
+    if constraint.step_s is None or constraint.peak_bytes is None:
+        return f"{constraint.text}: what it costs was not looked for"
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
     costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
     if aim is not None and (constraint.step_s, constraint.peak_bytes) != (step_s, peak):
@@ -471,11 +473,11 @@ def uncalibrated_words(plan: Plan, source: Source) -> str:
 
 def constraint_lines(plan: Plan) -> tuple[str, ...]:
     """What the constraints of a plan cost it, in words."""
-    if plan.prediction is None:
+    found, aim = plan.counted, plan.aim
+    if found is None:
         return ()
-    found, aim = plan.prediction, plan.aim
-    if plan.inference is not None:  # of a batch of answers, whose time both objectives count
-        found, aim = plan.inference.batch(found), None
+    if plan.inference is not None:  # both of its objectives are times
+        aim = None
     return tuple(constraint_line(constraint, found, aim) for constraint in plan.constraints)
 
 

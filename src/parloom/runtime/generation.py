@@ -87,9 +87,11 @@ class Server:
         self._under_way: deque[tuple[list[Work], Passes]] = deque()
 
     @property
-    def num_stages(self) -> int:
-        """The stages of each program: as many passes are under way at once."""
-        return len(next(iter(self._pipelines.values())).programs)
+    def most_under_way(self) -> int:
+        """The passes that are under way at once, at most: a message between two stages may take as
+        long as either of them.
+        """
+        return 2 * len(next(iter(self._pipelines.values())).programs)
 
     def run(self, name: str, batch: Tensors) -> dict[str, Tensor]:
         """The full outputs of one pass of the program `name`, on every rank."""
@@ -142,7 +144,7 @@ class Server:
 
         sent = self._evaluators[name].forward(batches, tell, self._caches)
         self._under_way.append((sent, Passes([told])))
-        if len(self._under_way) > self.num_stages:
+        if len(self._under_way) > self.most_under_way:
             before, passes = self._under_way.popleft()
             for work in before:
                 work.wait()

@@ -32,10 +32,6 @@ class Pair:
     expected: Prediction
     cache_bytes: int
 
-    def answer_s(self, new_tokens: int) -> float:
-        """The time of a prompt's pass and those of the tokens after its first."""
-        return self.expected.step_s + (new_tokens - 1) * self.found.prediction.step_s
-
 
 def pair_of(found: ScoredPlan, decode: Request, prefill: Request) -> Pair:
     """The pair that a plan of the decoding program makes.
@@ -92,7 +88,8 @@ def _lowered(graph: Graph, decisions: Decisions) -> LoweredStages:
 def _expected(request: Request, made: LoweredStages, decisions: Decisions) -> Prediction:
     machine = request.machine.used_by(decisions)
     if len(made.pcgs) == 1:
-        return machine.predict(made.only, decisions, request.optimizer)
+        found = machine.predict(made.only, decisions, request.optimizer)
+        return request.by_type(found, decisions)
     return machine.predict_stages(made, decisions, request.optimizer)
 
 

@@ -8,20 +8,12 @@ from typing import Protocol
 from parloom.cost.hardware import Hardware
 from parloom.errors import InputError
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import CACHE, Graph
+from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
-from parloom.ir.lower_stages import lower_stages
+from parloom.ir.lower_stages import LoweredStages, lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import (
-    GLOBAL,
-    MICROBATCH,
-    NO_OPTIMIZER,
-    Decisions,
-    Objective,
-    Optimizer,
-    Prediction,
-)
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Objective, Optimizer, Prediction
 from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
@@ -62,7 +54,9 @@ class Request:
     plan leaves some of them idle; `sizes` are numbers of devices that the objective `cost` looks
     at, all of which there are parts where it is empty. `takes` are other ways to compute values, of
     which `auto` may use any. Where `batch_semantics` are by microbatch, `graph` is the program of
-    one microbatch. With `quantizes` gradients and weights may travel quantized.
+    one microbatch. With `quantizes` gradients and weights may travel quantized. Where
+    `passes_follow` each other, as forward passes of many batches do that leave nothing to the next
+    one, a plan of several stages counts by the time from one pass to the next.
     """
 
     graph: Graph
@@ -81,6 +75,7 @@ class Request:
     sizes: tuple[int, ...] = ()
     takes: tuple[Take, ...] = ()
     quantizes: bool = False
+    passes_follow: bool = False
 
     @property
     def cluster(self) -> Cluster:
@@ -95,14 +90,6 @@ class Request:
     def samples(self) -> int:
         """The size of the batch."""
         return num_samples(factorize(self.graph)) * self.apart
-
-    @property
-    def passes_follow(self) -> bool:
-        """Whether batches follow each other through the stages of forward passes, which leave
-        nothing to the next one.
-        """
-        serves = self.optimizer == NO_OPTIMIZER and self.num_microbatches is None
-        return serves and not self.graph.of_kind(CACHE)
 
     def on(self, num_devices: int) -> "Request":
         """The same of that many of the first devices, all of which are used."""
@@ -133,11 +120,13 @@ class Request:
 
     def placed(self, decisions: Decisions) -> Prediction:
         """The step of a plan on the devices that it uses, which may be some of these."""
-        part = self.of(decisions)
-        found = part.predict(decisions)
+        return self.by_type(self.of(decisions).predict(decisions), decisions)
+
+    def by_type(self, found: Prediction, decisions: Decisions) -> Prediction:
+        """A prediction with its peak by type of device, where a plan uses one of several types."""
         if found.peaks or not self.cluster.parts:
             return found
-        return replace(found, peaks=((part.cluster.device.name, found.peak_bytes),))
+        return replace(found, peaks=((self.of(decisions).cluster.device.name, found.peak_bytes),))
 
     def parts(self) -> Iterator["Request"]:
         """The request on every part of the cluster that a plan may use, the largest first."""
@@ -160,9 +149,15 @@ class Request:
             factored = factorize(rewritten(self.graph, decisions.rewrites))
         if len(decisions.stages) > 1:
             lowered = lower_stages(factored.graph, decisions, factored=factored)
-            return self.machine.predict_stages(lowered, decisions, self.optimizer)
+            return self.predict_stages(lowered, decisions)
         pcg = lower(factored.graph, decisions, factored=factored)
         return self.machine.predict(pcg, decisions, self.optimizer)
+
+    def predict_stages(self, lowered: LoweredStages, decisions: Decisions) -> Prediction:
+        """The step that is expected of a plan of several stages."""
+        return self.machine.predict_stages(
+            lowered, decisions, self.optimizer, repeated=self.passes_follow
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,12 @@ const MOST = 8;
 
 /** Other plans, and by which causes they differ. */
 export function why(plan: Plan): HTMLElement[] {
+  // Of a plan for inference a batch of answers counts, not a step.
+  const own_s = plan.alternatives.find((other) => other.is_plan)?.step_s ?? plan.summary.step_s;
   const rows: Cell[][] = plan.alternatives.map((other) => [
     `${other.name}${other.is_plan ? " (this plan)" : ""}`,
     seconds(other.step_s),
-    signed(percent, other.step_s / plan.summary.step_s - 1),
+    signed(percent, other.step_s / own_s - 1),
     bytes(other.peak_bytes),
     other.fits ? "yes" : "no",
   ]);

@@ -44,8 +44,7 @@ class JudgedSplit:
 
     def predicted(self, request: Request) -> SimulatedPlan:
         """The plan as it is predicted with the bands of the machine."""
-        found = request.machine.predict_stages(self.lowered, self.decisions, request.optimizer)
-        return SimulatedPlan(self.decisions, found)
+        return SimulatedPlan(self.decisions, request.predict_stages(self.lowered, self.decisions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class Judge:
         decisions, stages = self.priced(split)
         count = decisions.num_microbatches
         played = [
-            _Played(name, lists, stages.play(lists))
+            _Played(name, lists, stages.play(lists, repeated=self.request.passes_follow))
             for name, lists in self._lists(stages, split, count)
         ]
         if not played:

@@ -64,8 +64,7 @@ def replicated(judge: Judge, found: Sequence[Shares]) -> Iterator[SimulatedPlan]
     def simulated(one: Shares) -> SimulatedPlan:
         decisions = _decisions(one)
         lowered = judge.alike.lower(judge.stager.cut(decisions), decisions)
-        predicted = request.machine.predict_stages(lowered, decisions, request.optimizer)
-        return SimulatedPlan(decisions, predicted)
+        return SimulatedPlan(decisions, request.predict_stages(lowered, decisions))
 
     ranked = sorted(found, key=lambda one: one.step_ps)
     plans = filter(None, (judge.refusals.tried(partial(simulated, one)) for one in ranked))
