@@ -28,9 +28,10 @@ from parloom.comparators.tree_split import tree_split
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.units import format_bytes
+from parloom.ir.expected import Prediction
 from parloom.ir.graph import Graph
 from parloom.ir.lower_stages import group_lists
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.series_parallel import decompose
 from parloom.ir.stages import item_edges, stage_items
 from parloom.search.request import Request

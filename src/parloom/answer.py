@@ -17,9 +17,10 @@ from parloom.cost.step import priced
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import bytes_up, format_bytes
 from parloom.errors import BudgetError, GapError, InfeasibleError, InputError, StoppedError
+from parloom.ir.expected import Constraint, Objective, Status
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
-from parloom.ir.plan import DEVICES, Constraint, Objective, Plan, Status
+from parloom.ir.plan import DEVICES, Plan
 from parloom.ir.regular_parts import check_on_any, memory_of
 from parloom.objectives import rank
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text

@@ -46,7 +46,8 @@ from parloom.execute.train import parallelize as _parallelize
 from parloom.execute.verify import VerifyReport
 from parloom.explain import explain as explain  # noqa: PLC0414 - part of the API
 from parloom.exporting import export as export  # noqa: PLC0414 - part of the API
-from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Objective, Plan
+from parloom.ir.expected import Objective
+from parloom.ir.plan import DTYPES, GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan_json import plan_hash, plan_to_json
 from parloom.ir.text import parse_graph, print_graph
 from parloom.measured_programs import measured_programs

@@ -9,8 +9,9 @@ from parloom.candidates import ALGEBRA, COMPARATORS, RANDOM
 from parloom.comparators.baselines import RULES
 from parloom.cost import units
 from parloom.errors import InputError, nearest
+from parloom.ir.expected import OF_INFERENCE, Objective
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL, OF_INFERENCE, Objective
+from parloom.ir.plan import BATCH_SEMANTICS, DTYPES, GLOBAL
 from parloom.ir.regular_parts import check_on_any
 from parloom.quantization import QUANTIZED
 from parloom.search.conflicts import check_axes

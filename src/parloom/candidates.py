@@ -37,7 +37,8 @@ from parloom.errors import (
     StoppedError,
     one_line,
 )
-from parloom.ir.plan import ActivationDecision, Decisions, Status
+from parloom.ir.expected import Status
+from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.regular_parts import RegularPart, moved_by
 from parloom.quantization import INT8
 from parloom.search.blocks import smallest_with_blocks

@@ -16,12 +16,13 @@ from parloom.cost.money import work_of
 from parloom.errors import ParloomError, StoppedError
 from parloom.execute.machine import machine_for
 from parloom.execute.optimizers import named_optimizer
+from parloom.ir.expected import Status
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
 from parloom.ir.microbatches import divisors
-from parloom.ir.plan import DTYPES, MICROBATCH, ModelSource, Status
+from parloom.ir.plan import DTYPES, MICROBATCH, ModelSource
 from parloom.ir.samples import num_samples, num_tokens
 from parloom.report.shortage import Change
 from parloom.search.least import least_share

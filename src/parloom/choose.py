@@ -12,17 +12,8 @@ from parloom.candidates import Candidates
 from parloom.cost.units import format_bytes, format_dollars, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, VerifyError
 from parloom.execute.files import read_plan
-from parloom.ir.plan import (
-    MICROBATCH,
-    Aim,
-    Alternative,
-    Constraint,
-    Decisions,
-    Objective,
-    Plan,
-    Prediction,
-    Status,
-)
+from parloom.ir.expected import Aim, Alternative, Constraint, Objective, Prediction, Status
+from parloom.ir.plan import MICROBATCH, Decisions, Plan
 from parloom.ir.verify import verify_decisions
 from parloom.objectives import proposed, rank, value_of
 from parloom.quantization import INT8

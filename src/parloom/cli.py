@@ -81,7 +81,7 @@ from parloom.errors import (
     StoppedError,
     shell_word,
 )
-from parloom.ir.plan import Objective
+from parloom.ir.expected import Objective
 from parloom.report.failures import bug_words, lack_words
 from parloom.report.output import flush_stdout, show_json
 from parloom.search.pins import NO_REWRITE

@@ -6,7 +6,8 @@ from typing import Any
 
 from parloom.cli_output import result, say
 from parloom.errors import InfeasibleError, InputError
-from parloom.ir.plan import GLOBAL, Objective, Plan
+from parloom.ir.expected import Objective
+from parloom.ir.plan import GLOBAL, Plan
 from parloom.report.output import show_json
 
 Asked = dict[str, Any]

@@ -23,7 +23,8 @@ from parloom.cli_options import (
 from parloom.cli_output import quiet, result, say
 from parloom.cost import units
 from parloom.errors import InputError, NotYetError, shell_word
-from parloom.ir.plan import Objective, Plan
+from parloom.ir.expected import Objective
+from parloom.ir.plan import Plan
 from parloom.report.output import show_json
 
 Asked = dict[str, Any]

@@ -6,9 +6,10 @@ from parloom.cost.units import format_bytes
 from parloom.errors import ParloomError, one_line
 from parloom.execute.machine import Machine
 from parloom.execute.program import NO_EVALUATION, evaluation_program, lowered
+from parloom.ir.expected import Status
 from parloom.ir.graph import Graph
 from parloom.ir.ops import op_of
-from parloom.ir.plan import Decisions, Plan, Status
+from parloom.ir.plan import Decisions, Plan
 from parloom.ir.regular_parts import memory_of, regular_parts
 from parloom.report.words import checkpoint_words, rate_words, routing_words
 

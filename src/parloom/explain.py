@@ -17,7 +17,8 @@ from parloom.errors import FingerprintError, InputError, nearest
 from parloom.execute.files import read_plan
 from parloom.execute.machine import Machine, machine_for, machine_of
 from parloom.execute.program import lowered
-from parloom.ir.plan import DEVICES, Plan, Status
+from parloom.ir.expected import Status
+from parloom.ir.plan import DEVICES, Plan
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.shown import Shown

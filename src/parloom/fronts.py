@@ -10,8 +10,9 @@ from parloom.cost.clusters import resolve_cluster, short_name
 from parloom.cost.money import check_priced, parse_prices, usd_per_step, work_of
 from parloom.cost.utilization import utilization
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, one_line
+from parloom.ir.expected import Objective, Status
 from parloom.ir.mesh import Cluster, HourlyPrice, part_of, part_sizes
-from parloom.ir.plan import Objective, Plan, Status
+from parloom.ir.plan import Plan
 from parloom.ir.regular_parts import regular_parts, used_devices
 from parloom.report.fronts import Front, FrontRow, Priced, best_words
 from parloom.search.request import ScoredPlan

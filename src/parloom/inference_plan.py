@@ -20,22 +20,18 @@ from parloom.errors import (
 from parloom.execute.inference import lowered_programs
 from parloom.execute.machine import Machine, machine_for
 from parloom.inference import Captured
-from parloom.ir.factors import factorize
-from parloom.ir.lower_stages import lower_stages
-from parloom.ir.plan import (
-    DEVICES,
-    MEMORY,
-    NO_OPTIMIZER,
+from parloom.ir.expected import (
     OF_INFERENCE,
     Aim,
     Alternative,
     Constraint,
-    Inference,
     Objective,
-    Plan,
     Prediction,
     Status,
 )
+from parloom.ir.factors import factorize
+from parloom.ir.lower_stages import lower_stages
+from parloom.ir.plan import DEVICES, MEMORY, NO_OPTIMIZER, Inference, Plan
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.text import print_graph
 from parloom.objectives import proposed

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from parloom.cost.clusters import LoadedCluster, resolve_cluster
 from parloom.errors import InputError
 from parloom.explain import Answer, case_of, explain
+from parloom.ir.expected import Prediction
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Plan, Prediction
+from parloom.ir.plan import Plan
 from parloom.ir.shown import Looks, Shown, drawn, verb
 from parloom.report.clusters import cluster_screen
 from parloom.report.output import rendered

@@ -21,8 +21,8 @@ from parloom.candidates import (
 )
 from parloom.cost.money import HOUR_S, usd_per_step
 from parloom.errors import BudgetError, InputError, LayoutError, StoppedError, one_line
+from parloom.ir.expected import Objective, Status
 from parloom.ir.mesh import part_sizes
-from parloom.ir.plan import Objective, Status
 from parloom.search.least import least_share
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, Wanted, base_of
 from parloom.search.rewritten import with_takes

@@ -11,8 +11,8 @@ from parloom.cost.clusters import resolve_cluster, short_name
 from parloom.cost.money import Work, parse_prices, work_of
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, one_line
 from parloom.fronts import of_cluster, priced, prices_of
+from parloom.ir.expected import Status
 from parloom.ir.mesh import part_sizes
-from parloom.ir.plan import Status
 from parloom.report.scaling import Point, Scaling
 from parloom.searching import Captured, Found, find
 

@@ -18,10 +18,11 @@ from parloom.cost.clusters import resolve_cluster
 from parloom.cost.money import parse_prices
 from parloom.execute.machine import Machine, machine_for
 from parloom.execute.program import NO_EVALUATION
+from parloom.ir.expected import Objective
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import GLOBAL, MICROBATCH, ModelSource, Objective, Plan
+from parloom.ir.plan import GLOBAL, MICROBATCH, ModelSource, Plan
 from parloom.ir.plan import Optimizer as PlannedOptimizer
 from parloom.ir.regular_parts import memory_of
 from parloom.ir.samples import num_samples

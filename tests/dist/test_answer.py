@@ -11,8 +11,9 @@ from parloom.arguments import METHODS
 from parloom.choose import Choice
 from parloom.errors import GapError, InfeasibleError, InputError
 from parloom.execute.machine import machine_for
+from parloom.ir.expected import Constraint, Prediction, Status
 from parloom.ir.factors import factorize
-from parloom.ir.plan import Constraint, Decisions, Plan, Prediction, Status
+from parloom.ir.plan import Decisions, Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.samples import num_samples, num_tokens
 from parloom.report.shortage import Change

@@ -20,9 +20,10 @@ from parloom.cost.stages import simulate_stages
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.machine import machine_for
 from parloom.execute.program import lowered
+from parloom.ir.expected import Status
 from parloom.ir.factors import factorize
 from parloom.ir.lower_stages import lower_stages, staged
-from parloom.ir.plan import Optimizer, Plan, Status
+from parloom.ir.plan import Optimizer, Plan
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan

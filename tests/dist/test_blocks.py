@@ -12,7 +12,8 @@ from parloom.capture import capture
 from parloom.comparators.configuration import SELECTIVE, Configuration, laid_out
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
-from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
+from parloom.ir.expected import Prediction
+from parloom.ir.plan import Decisions, Optimizer, Plan
 from parloom.rewrite.rewrites import rewritten
 from parloom.search.blocks import search_with_blocks, smallest_with_blocks
 from parloom.search.request import Request, Wanted, base_of

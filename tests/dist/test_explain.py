@@ -11,7 +11,8 @@ import parloom
 from parloom import api
 from parloom.cost.clusters import resolve_cluster
 from parloom.errors import FingerprintError, InputError
-from parloom.ir.plan import DEVICES, Constraint, Plan
+from parloom.ir.expected import Constraint
+from parloom.ir.plan import DEVICES, Plan
 from parloom.report.clusters import cluster_screen
 from parloom.report.output import rendered
 from parloom.report.terminal import plan_screen

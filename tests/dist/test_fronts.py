@@ -8,7 +8,7 @@ import pytest
 
 from parloom import api, cli, fronts
 from parloom.errors import InfeasibleError, StoppedError
-from parloom.ir.plan import Objective
+from parloom.ir.expected import Objective
 from parloom.report.fronts import front_document
 
 FACTORY = """

@@ -17,8 +17,9 @@ from parloom.cost.tasks import COMPUTE
 from parloom.errors import InfeasibleError, InputError
 from parloom.execute.inference import inference_programs
 from parloom.inference import Captured, positions_beyond
+from parloom.ir.expected import Objective, Status
 from parloom.ir.graph import CACHE
-from parloom.ir.plan import Objective, Plan, Status
+from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.inference import inference_document, inference_screen, rate_of
 from parloom.report.words import constraint_lines

@@ -13,7 +13,8 @@ from parloom import cli
 from parloom.errors import LaunchError
 from parloom.execute import train
 from parloom.execute.out_of_memory import Seen, out_of_memory, replanned, seen_on
-from parloom.ir.plan import MEMORY, Constraint, Plan
+from parloom.ir.expected import Constraint
+from parloom.ir.plan import MEMORY, Plan
 from parloom.runtime import Trainer as RuntimeTrainer
 from parloom.zoo import mlp
 

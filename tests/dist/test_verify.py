@@ -12,7 +12,7 @@ from parloom.errors import InputError, LaunchError
 from parloom.execute import prove
 from parloom.execute.ranks import RankError
 from parloom.execute.verify import Pieces, RankTrace, Trace, assemble, compare, require_finite
-from parloom.ir.plan import Prediction
+from parloom.ir.expected import Prediction
 
 WEIGHT = torch.arange(8, dtype=torch.float64).reshape(2, 4) + 1
 

@@ -12,13 +12,14 @@ from parloom.cost.simulate import simulate
 from parloom.cost.step import priced
 from parloom.cost.walk import Walker
 from parloom.errors import LayoutError
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG, PParameter
-from parloom.ir.plan import Decisions, NodeDecision, Optimizer, Prediction, one_stage
+from parloom.ir.plan import Decisions, NodeDecision, Optimizer, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search.choices import Menu
 from parloom.search.contexts import ContextSearch

@@ -10,9 +10,9 @@ from parloom.comparators.baselines import RULES
 from parloom.comparators.grid import Grid
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
+from parloom.ir.expected import Status
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
-from parloom.ir.plan import Status
 from parloom.ir.text import parse_graph
 from parloom.search.blocks import Blocks, search_with_blocks, smallest_with_blocks
 from parloom.search.conflicts import broken

@@ -13,12 +13,13 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.layout import Layout
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Decisions, Prediction, one_stage
+from parloom.ir.plan import Decisions, one_stage
 from parloom.ir.text import parse_graph
 from parloom.search import finer
 from parloom.search.choices import Menus

@@ -14,9 +14,9 @@ from parloom.cost.cluster_file import read_cluster_text
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.money import HOUR_S, Prices, usd_per_step
+from parloom.ir.expected import OF_INFERENCE, Objective, Status
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, HourlyPrice
-from parloom.ir.plan import OF_INFERENCE, Objective, Status
 from parloom.ir.regular_parts import used_devices
 from parloom.objectives import proposed, rank, value_of
 from parloom.search.request import Request, ScoredPlan

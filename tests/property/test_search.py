@@ -14,12 +14,13 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.step import priced
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.text import parse_graph
 from parloom.search.contexts import ContextSearch
 from parloom.search.flow_costs import PASSES

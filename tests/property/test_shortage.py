@@ -13,8 +13,9 @@ from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.simulate import simulate
 from parloom.cost.units import bytes_up, parse_bytes
+from parloom.ir.expected import Status
 from parloom.ir.lower import lower
-from parloom.ir.plan import Decisions, Status
+from parloom.ir.plan import Decisions
 from parloom.search.compose import Candidate
 from parloom.search.contexts import ContextSearch, SimulatedCandidate
 from parloom.search.least import least_share

@@ -18,9 +18,10 @@ from parloom.cost.parameters import Transfer
 from parloom.cost.price import Price
 from parloom.cost.step import Priced, priced
 from parloom.cost.works import Pass, summed
+from parloom.ir.expected import Prediction
 from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.step_program import EACH_MICROBATCH, EACH_STEP
 
 COMPONENTS = ("weights", "gradients", "optimizer", "activations", "buffers")

@@ -24,7 +24,8 @@ from parloom.comparators.baselines import data_parallel
 from parloom.cost.calibration import calibration_to_json
 from parloom.cost.holdings import Holding
 from parloom.execute.files import check_file, check_folder, read_plan, write_atomic
-from parloom.ir.plan import Alternative, Constraint, Plan, Status
+from parloom.ir.expected import Alternative, Constraint, Status
+from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_to_json
 from parloom.ir.text import print_graph
 from parloom.report.shortage import Change, Shortage, shortage_document, shortage_text

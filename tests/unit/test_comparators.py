@@ -18,6 +18,7 @@ from parloom.comparators.tofu import bytes_as_seconds, cut
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Status
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
@@ -27,7 +28,6 @@ from parloom.ir.plan import (
     NodeDecision,
     Optimizer,
     ParameterDecision,
-    Status,
     Storage,
     one_stage,
 )

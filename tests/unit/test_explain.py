@@ -18,13 +18,8 @@ from parloom.cost.ledger import MAIN
 from parloom.cost.tasks import COMPONENTS
 from parloom.cost.units import format_bytes
 from parloom.explain import explain
-from parloom.ir.plan import (
-    ActivationDecision,
-    Constraint,
-    Decisions,
-    Prediction,
-    Status,
-)
+from parloom.ir.expected import Constraint, Prediction, Status
+from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.report.bars import bars
 from parloom.report.case import Case
 from parloom.report.explain import plan_explained

@@ -17,7 +17,7 @@ from parloom.execute.log import (
     step_line,
     waits_line,
 )
-from parloom.ir.plan import Prediction
+from parloom.ir.expected import Prediction
 from parloom.runtime.spans import ActionSpan
 
 RECORD = StepRecord(12, 2.9131, 0.412, 16974, "tok", 1288490189, "process", 0.398, True)

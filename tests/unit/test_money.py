@@ -22,8 +22,9 @@ from parloom.cost.money import (
 )
 from parloom.cost.pareto import pareto_front
 from parloom.errors import InputError
+from parloom.ir.expected import Aim, Objective
 from parloom.ir.mesh import HourlyPrice
-from parloom.ir.plan import Aim, Decisions, Objective
+from parloom.ir.plan import Decisions
 from parloom.ir.plan_json import plan_from_json, plan_to_json
 from parloom.report.chart import HEIGHT, WIDTH, Axis, Mark, chart
 from parloom.report.costs import aim_words, cost_lines, plan_cost_document

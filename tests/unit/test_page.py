@@ -17,9 +17,10 @@ from parloom.choose import Choice
 from parloom.comparators.baselines import fsdp, megatron
 from parloom.cost.timeline import Slice
 from parloom.cost.utilization import model_flops
+from parloom.ir.expected import Prediction
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, NodeDecision, Prediction
+from parloom.ir.plan import Decisions, NodeDecision
 from parloom.report.output import rendered
 from parloom.report.page.document import Document
 from parloom.report.page.html import ASSETS, page

@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.errors import InputError, VerifyError
+from parloom.ir.expected import Alternative, Prediction
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import (
     ActivationDecision,
-    Alternative,
     Decisions,
     ModelSource,
     NodeDecision,
     Optimizer,
     ParameterDecision,
     Plan,
-    Prediction,
     Stage,
     Storage,
     one_stage,

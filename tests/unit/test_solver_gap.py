@@ -7,7 +7,7 @@ import pytest
 
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
-from parloom.ir.plan import Status
+from parloom.ir.expected import Status
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.request import Request
 from parloom.search.searched import Searched

@@ -10,16 +10,15 @@ from parloom.comparators.baselines import data_parallel, fsdp, megatron
 from parloom.cost.clusters import load_cluster
 from parloom.cost.devices import find_device
 from parloom.cost.measured import Source
+from parloom.ir.expected import Constraint, Prediction
 from parloom.ir.fold import unfold
 from parloom.ir.graph import Function, Graph, Node
 from parloom.ir.mesh import Device, Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import (
     ActivationDecision,
-    Constraint,
     Decisions,
     NodeDecision,
     ParameterDecision,
-    Prediction,
     Stage,
     Storage,
     one_stage,

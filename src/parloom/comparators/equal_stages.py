@@ -16,10 +16,11 @@ from parloom.comparators.configuration import Configuration, LaidOut
 from parloom.comparators.handmade import divided
 from parloom.comparators.layers import chain_of
 from parloom.errors import InputError, LayoutError
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import DTYPE_BYTES, Call, Graph
 from parloom.ir.mesh import part_sizes
-from parloom.ir.plan import Decisions, Prediction, Stage
+from parloom.ir.plan import Decisions, Stage
 from parloom.ir.schedules import round_of
 from parloom.ir.stages import stage_items
 from parloom.rewrite.rewrites import rewritten

@@ -24,9 +24,10 @@ from parloom.comparators.configuration import (
 )
 from parloom.comparators.equal_stages import PER_SAMPLE, EqualStages
 from parloom.errors import InputError, LayoutError, ParloomError
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
-from parloom.ir.plan import Decisions, Prediction
+from parloom.ir.plan import Decisions
 from parloom.rewrite.regions import regions
 from parloom.search.request import Request
 

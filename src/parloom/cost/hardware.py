@@ -8,10 +8,11 @@ from parloom.cost.kernels import Kernels
 from parloom.cost.simulate import simulate
 from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
+from parloom.ir.expected import Prediction
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, part_of
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Prediction
+from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.regular_parts import RegularPart, regular_parts, used_cluster
 
 

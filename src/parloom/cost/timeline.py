@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from parloom.cost.engine import Outcome, Run, State
 from parloom.cost.tasks import COMPONENTS, COMPUTE, Load, Placed
+from parloom.ir.expected import Prediction
 from parloom.ir.graph import below
-from parloom.ir.plan import Prediction
 
 # What a device of a pipeline waits for between actions: messages of other stages, gradients of
 # weights that stages share, and all gradients before an update where steps synchronize.

@@ -18,7 +18,7 @@ from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import InputError
 from parloom.execute.files import is_plan
 from parloom.execute.loggers import Guarded
-from parloom.ir.plan import Prediction
+from parloom.ir.expected import Prediction
 from parloom.runtime.loss_scale import BACKOFF_FACTOR
 from parloom.runtime.spans import ActionSpan
 

@@ -19,10 +19,11 @@ from parloom.cost.stages import simulate_stages
 from parloom.cost.timeline import Timeline
 from parloom.execute.calibrate import fingerprint, read_calibration
 from parloom.execute.doctor import num_cores
+from parloom.ir.expected import Prediction
 from parloom.ir.lower_stages import LoweredStages
 from parloom.ir.mesh import Cluster, check_part, part_of
 from parloom.ir.pcg import PCG
-from parloom.ir.plan import Decisions, Optimizer, Plan, Prediction
+from parloom.ir.plan import Decisions, Optimizer, Plan
 from parloom.ir.regular_parts import RegularPart, regular_parts, used_cluster
 
 

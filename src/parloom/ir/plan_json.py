@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from parloom.errors import InputError, VerifyError, nearest
 from parloom.ir import plan_schema as schema
 from parloom.ir.action_lists import parse_action
+from parloom.ir.expected import Aim, Alternative, Constraint
 from parloom.ir.json_text import line_and_column, render, with_controls
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.pcg import TIME
@@ -26,9 +27,6 @@ from parloom.ir.plan import (
     WIDE_DTYPES,
     Action,
     ActivationDecision,
-    Aim,
-    Alternative,
-    Constraint,
     Decisions,
     Inference,
     ModelSource,

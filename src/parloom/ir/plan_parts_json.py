@@ -8,7 +8,8 @@ from typing import Any
 
 from parloom.errors import InputError
 from parloom.ir import plan_schema as schema
-from parloom.ir.plan import Inference, NodeDecision, Prediction
+from parloom.ir.expected import Prediction
+from parloom.ir.plan import Inference, NodeDecision
 
 CHANGED = (
     "the program in this plan is not the one that was captured (its digest differs): decisions may"

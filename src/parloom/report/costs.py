@@ -4,9 +4,10 @@ from typing import Any
 
 from parloom.cost.money import Work, usd_per_hour, usd_per_step, work_of
 from parloom.cost.units import format_bytes, format_dollars, format_seconds
+from parloom.ir.expected import OF_INFERENCE, Aim, Objective
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster, HourlyPrice
-from parloom.ir.plan import OF_INFERENCE, Aim, Objective, Plan
+from parloom.ir.plan import Plan
 from parloom.ir.regular_parts import used_devices
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph

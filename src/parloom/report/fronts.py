@@ -13,8 +13,9 @@ from rich.text import Text
 from parloom.cost.money import Work
 from parloom.cost.pareto import pareto_front
 from parloom.cost.units import format_bytes, format_count, format_dollars, format_seconds
+from parloom.ir.expected import Objective
 from parloom.ir.mesh import HourlyPrice
-from parloom.ir.plan import Objective, Plan
+from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 from parloom.report.chart import Axis, Mark, chart
 from parloom.report.clusters import price_document

@@ -10,9 +10,10 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_count, format_seconds
 from parloom.errors import shell_word
+from parloom.ir.expected import Objective, Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Decisions, Inference, Objective, Plan, Prediction
+from parloom.ir.plan import Decisions, Inference, Plan
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
 from parloom.report.words import constraint_lines, source_words, title_words, words

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from parloom.cost.units import format_bytes, format_seconds
 from parloom.errors import shell_word
+from parloom.ir.expected import Aim, Objective, Prediction
 from parloom.ir.mesh import Cluster
-from parloom.ir.plan import Aim, Objective, Plan, Prediction, Stage
+from parloom.ir.plan import Plan, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
 from parloom.report.bars import bars

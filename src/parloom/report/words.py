@@ -15,23 +15,13 @@ from parloom.cost.kernels import PRODUCTS, SPEC
 from parloom.cost.measured import Source
 from parloom.cost.units import format_bytes, format_rate, format_seconds, parse_bytes
 from parloom.errors import shell_word
+from parloom.ir.expected import Aim, Constraint, Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph, Node
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Cluster, Device, Level, Mesh, MeshAxis
 from parloom.ir.ops.experts import NAME as EXPERTS
-from parloom.ir.plan import (
-    MEMORY,
-    Aim,
-    Constraint,
-    Decisions,
-    ModelSource,
-    ParameterDecision,
-    Plan,
-    Prediction,
-    Stage,
-    Storage,
-)
+from parloom.ir.plan import MEMORY, Decisions, ModelSource, ParameterDecision, Plan, Stage, Storage
 from parloom.ir.plan_json import numbers_text, ranks_text
 from parloom.ir.regular_parts import devices_of, part_with, regular_parts
 from parloom.ir.samples import num_samples, num_tokens

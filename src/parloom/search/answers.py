@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from parloom.errors import LayoutError
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, DTYPE_BYTES, Graph
 from parloom.ir.layout import local_shape
 from parloom.ir.lower_stages import LoweredStages, lower_beside, lower_stages, stages_beside
 from parloom.ir.pcg import PCG, TIME, PValue
-from parloom.ir.plan import Decisions, NodeDecision, Prediction
+from parloom.ir.plan import Decisions, NodeDecision
 from parloom.rewrite.rewrites import as_stored, rewritten
 from parloom.search.evaluation import evaluation_decisions
 from parloom.search.request import Request, ScoredPlan

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import MICROBATCH, Decisions, Prediction
+from parloom.ir.plan import MICROBATCH, Decisions
 from parloom.rewrite.forms import Forms
 from parloom.search.choices import Menu, assignments
 from parloom.search.compose import Candidate, Composer, Stored

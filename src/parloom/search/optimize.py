@@ -11,8 +11,9 @@ from itertools import chain
 from math import inf
 
 from parloom.cost.units import format_seconds
+from parloom.ir.expected import Status
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions, Status
+from parloom.ir.plan import Decisions
 from parloom.search.choices import Menu
 from parloom.search.climb import climbed, cost
 from parloom.search.contexts import (

@@ -7,13 +7,14 @@ from typing import Protocol
 
 from parloom.cost.hardware import Hardware
 from parloom.errors import InputError
+from parloom.ir.expected import Objective, Prediction
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import LoweredStages, lower_stages
 from parloom.ir.mesh import Cluster, part_sizes
 from parloom.ir.microbatch_counts import legal_microbatches
-from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Objective, Optimizer, Prediction
+from parloom.ir.plan import GLOBAL, MICROBATCH, Decisions, Optimizer
 from parloom.ir.regular_parts import RegularPart, memory_of
 from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten

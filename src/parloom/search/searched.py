@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import inf
 
-from parloom.ir.plan import Status
+from parloom.ir.expected import Status
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.rewritten import RewrittenRequest
 

@@ -16,8 +16,9 @@ from math import inf
 import numpy as np
 
 from parloom.errors import InputError
+from parloom.ir.expected import Status
 from parloom.ir.mesh import part_sizes
-from parloom.ir.plan import GLOBAL, Decisions, Status
+from parloom.ir.plan import GLOBAL, Decisions
 from parloom.ir.stages import stage_items
 from parloom.quantization import INT8
 from parloom.rewrite.rewrites import takes_of

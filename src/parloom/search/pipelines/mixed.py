@@ -14,8 +14,9 @@ from math import ceil, inf
 import numpy as np
 
 from parloom.cost.units import format_seconds
+from parloom.ir.expected import Status
 from parloom.ir.mesh import part_of, part_sizes
-from parloom.ir.plan import GLOBAL, Decisions, Status
+from parloom.ir.plan import GLOBAL, Decisions
 from parloom.ir.stages import stage_items
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_form, least_on_one_device, least_times_ps
