@@ -321,3 +321,19 @@ def test_plans_are_improved_in_their_form(tmp_path: Path) -> None:
     joint, fixed = (fastest(replace(request, method=own)) for own in (AUTO, "sequential"))
     assert joint.decisions.rewrites == fixed.decisions.rewrites != ()
     assert joint.prediction.step_s <= fixed.prediction.step_s * (1 + 1e-9)
+
+
+@pytest.mark.slow
+def test_pipelines_of_a_form_are_looked_for_wherever_it_has_some(tmp_path: Path) -> None:
+    """Unity's DLRM, as its artifact has it: sums of rows as one are faster on two groups of four,
+    where the model's own form promises nothing.
+    """
+    captured = api.capture("zoo:dlrm_artifact", batch=64 * 8, optimizer="sgd")
+    machine = machine_for("1x8xH100", None)
+    request = Request(
+        captured.graph, machine, captured.optimizer, machine.cluster.device.memory_bytes
+    )
+    joint, fixed = (fastest(replace(request, method=own)) for own in (AUTO, "sequential"))
+    assert len(fixed.decisions.stages) > 1
+    assert fixed.decisions.rewrites
+    assert joint.prediction.step_s <= fixed.prediction.step_s * (1 + 1e-9)

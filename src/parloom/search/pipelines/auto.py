@@ -30,7 +30,7 @@ from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
-from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps, promising
+from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
 from parloom.search.pipelines.split import Split
 from parloom.search.prices import Known, Prices
 from parloom.search.request import Request, Say, Wanted
@@ -49,8 +49,6 @@ MERGED = 8
 EVERY, MANY, PATIENCE = 300, 2, 50
 # More bytes than any device has.
 UNLIMITED = 1 << 60
-# The share by which closed forms may be above the best step where another form is looked at.
-OTHERS = 0.5
 # The share by which a pipeline may be better for it to be looked for.
 WORTH = 0.005
 APART = "pipelines are not searched for microbatches that are computed by themselves"
@@ -125,9 +123,8 @@ def search_pipelines(
     ]
     status = Status.COMPLETE
     try:
-        among: Collection[tuple[int, int]] | None = None
         for one in every:
-            among = one.look(among)
+            one.look()
         nearby_ps = min(one.fastest_ps for one in every) * (1 + FORMS)
         for one in sorted(every, key=lambda one: one.fastest_ps):
             if one.fastest_ps <= nearby_ps:
@@ -164,15 +161,12 @@ class FormPipelines:
         self.best_ps, self.work, self.shared, self.say = best_ps, work, shared, say
         self.searches: list[PipelineSearch] = []
 
-    def look(self, among: Collection[tuple[int, int]] | None) -> Collection[tuple[int, int]]:
-        """Simulate what promises most on all devices, of the sizes of groups and numbers of
-        microbatches given, or of all where none are: those that may be good for other forms, too.
-        """
+    def look(self) -> None:
+        """Simulate what promises most on all devices."""
         request = self.form.request
         whole = self._add(Contexts(request, self.base, work=self.work, shared=self.shared))
-        whole.look(among)
+        whole.look()
         self.best_ps = whole.best_ps
-        return promising(whole.splits.found, self.best_ps, 1 + OTHERS)
 
     @property
     def fastest_ps(self) -> float:
@@ -278,13 +272,11 @@ class PipelineSearch:
         judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
-    def look(self, among: Collection[tuple[int, int]] | None = None) -> None:
-        """Simulate what promises most, of the sizes of groups and numbers of microbatches given,
-        or of all where none are, and what is near the best of that.
-        """
+    def look(self) -> None:
+        """Simulate what promises most, and what is near the best of that."""
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
-        self.splits.look(among)
+        self.splits.look()
         self._judge_best()
         self._climb()
 

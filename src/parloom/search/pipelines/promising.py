@@ -4,7 +4,7 @@ A context is a size of the groups of devices and a number of microbatches: the w
 out on one group (`layouts.py`), and its items are split over all groups (`split.py`, `parts.py`).
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import inf
 
@@ -41,12 +41,10 @@ class PromisingSplits:
         self.layouts = GroupLayouts(contexts, pricer, self.devices)
         self.found: list[Split] = []
 
-    def look(self, among: Collection[tuple[int, int]] | None = None) -> None:
-        """The sizes of groups and numbers of microbatches given, or those that promise most."""
-        for size, count in among or ():
-            self.look_at(size, count)
+    def look(self) -> None:
+        """The sizes of groups and numbers of microbatches that promise most."""
         longest_ps, per_group = longest_item_ps(self.contexts), 1.0
-        for size in part_sizes(self.request.cluster) if among is None else ():
+        for size in part_sizes(self.request.cluster):
             groups = self.devices // size
             if 2 <= groups <= len(self.items) and longest_ps / size < self.best_ps:
                 per_group = self._look_on(size, per_group * groups) / groups or per_group
@@ -187,17 +185,6 @@ def _least_with(before: Split, count: int, share_ps: float) -> float:
     """
     larger = before.num_microbatches / count * min(1.0, share_ps / max(before.loads_ps()))
     return max(share_ps + before.waits_ps * max(1.0, larger), before.way_ps * larger)
-
-
-def promising(splits: Iterable[Split], best_ps: float, share: float) -> Collection[tuple[int, int]]:
-    """The sizes of groups and numbers of microbatches with closed forms of at most so many times
-    the least, or the best step.
-    """
-    found: dict[tuple[int, int], float] = {}
-    for split in sorted(splits, key=closed_ps):
-        found.setdefault((split.costs[0].num_devices, split.num_microbatches), split.step_ps)
-    enough_ps = min([best_ps, *found.values()]) * share
-    return [which for which, ps in found.items() if ps <= enough_ps]
 
 
 def closed_ps(split: Split) -> float:
