@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from parloom import api, cli, inference
+from parloom import api, cli, inference_plan
 from parloom.candidates import Candidates, of_search
 from parloom.choose import ORDERED, PLACED, best_of
 from parloom.cost.clusters import load_cluster, presets, resolve_cluster
@@ -200,13 +200,13 @@ def test_no_bound_is_of_a_placed_plan_of_inference(monkeypatch: pytest.MonkeyPat
     for order in ((), (0, 2, 4, 6, 7, 5, 3, 1)):
 
         def one(request: Request, say: Say, order: tuple[int, ...] = order) -> Candidates:
-            (found,) = of_method(request, say).found
+            found, *_ = of_method(request, say).found
             (stage,) = found.decisions.stages
             moved = replace(stage, mesh=replace(stage.mesh, order=order))
             own = replace(found, decisions=replace(found.decisions, stages=(moved,)))
             return Candidates((own,), bound_s=1e-9)
 
-        monkeypatch.setattr(inference, "proposed", one)
+        monkeypatch.setattr(inference_plan, "proposed", one)
         plan = api.search_inference(
             captured, cluster=SLICE, devices=8, method="data_parallel", progress=print
         )
