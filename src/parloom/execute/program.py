@@ -15,12 +15,13 @@ from parloom.ir.lower_stages import (
     LoweredStages,
     action_lists,
     lower_stages,
+    not_held,
     stage_ranks,
     staged,
 )
 from parloom.ir.pcg import PCG, Compute
 from parloom.ir.plan import GLOBAL, Decisions, Plan
-from parloom.ir.stages import Cut, like, operands
+from parloom.ir.stages import Cut, like
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
 from parloom.rewrite.rewrites import as_stored, derived
@@ -145,15 +146,11 @@ def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
 
 def _check_state(stage: int, evaluation: Graph, training: Graph) -> None:
     """Raise `LayoutError` where evaluation reads weights or buffers in a stage that has none."""
-    held = {entry.target for entry in training.inputs}
-    read = {name for item in evaluation.main.body for name in operands(item)}
-    for entry in evaluation.inputs:
-        own = entry.kind in ("parameter", "buffer") and entry.value.name in read
-        if own and entry.target not in held:
-            raise LayoutError(
-                f"evaluation reads {entry.target} in stage {stage}, where training does not read"
-                " it, so that the stage has none; plan with --pin stages=1, or read it there"
-            )
+    for target in not_held(evaluation, training):
+        raise LayoutError(
+            f"evaluation reads {target} in stage {stage}, where training does not read"
+            " it, so that the stage has none; plan with --pin stages=1, or read it there"
+        )
 
 
 def evaluation_program(plan: Plan, training: LoweredStages) -> CompiledStages | None:

@@ -5,7 +5,7 @@ that no two ranks of the sending stage have twice, and arrives so on the receivi
 goes once over the links between them, and movements inside of the stages do the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -95,18 +95,26 @@ def lower_beside(
     return LoweredStages(parts, tuple(pcgs))
 
 
+def not_held(own: Graph, first: Graph) -> Iterator[str]:
+    """The parameters and buffers that the items of one program of a stage read, and that the first
+    one has not.
+    """
+    there = {entry.target for entry in first.inputs}
+    read = {name for item in own.main.body for name in operands(item)}
+    for entry in own.inputs:
+        lies = entry.kind in ("parameter", "buffer") and entry.value.name in read
+        if lies and entry.target not in there:
+            yield entry.target
+
+
 def _check_homes(parts: Cut, first: Cut) -> None:
     """Raise `LayoutError` where a stage reads a parameter or buffer that only another one has."""
     for stage, (own, other) in enumerate(zip(parts.graphs, first.graphs, strict=True)):
-        there = {entry.target for entry in other.inputs}
-        read = {name for item in own.main.body for name in operands(item)}
-        for entry in own.inputs:
-            lies = entry.kind in ("parameter", "buffer") and entry.value.name in read
-            if lies and entry.target not in there:
-                raise LayoutError(
-                    f"stage {stage} of another program of the plan reads {entry.target}, which lies"
-                    " elsewhere; put all that reads it into one stage"
-                )
+        for target in not_held(own, other):
+            raise LayoutError(
+                f"stage {stage} of another program of the plan reads {target}, which lies"
+                " elsewhere; put all that reads it into one stage"
+            )
 
 
 def stages_beside(
