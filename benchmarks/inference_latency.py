@@ -2,14 +2,16 @@
 
     python benchmarks/inference_latency.py [--models llama,gpt2,vit] [--ranks 1,2] [--launches 3]
                                            [--passes 8] [--methods pipeline] [--json F]
-                                           [--testbed FOLDER [--rate 250mbit]]
+                                           [--testbed FOLDER [--rate 250mbit] [--cores 0.5]]
 
-A case is a model, a method and a number of ranks of this machine, or with `--testbed` of hosts of a
-quarter of a core in the cluster in a box; "pipeline" is the plan of a stage on each that answers
-most in a second. Its plans are made, `parloom calibrate --plan ..` runs
-on as many ranks, and both of a plan's programs run in several launches, apart and as answers:
-prompts and all tokens after them. A pass counts by its slowest rank, a program by the median of all
-passes. Run it where nothing else runs: the load before each launch is in the table.
+A case is a model, a method and a number of ranks of this machine, or with `--testbed` of hosts of
+some of a core in the cluster in a box; "pipeline" is the plan of a stage on each that answers most
+in a second. Its plans are made. Several times `parloom calibrate --plan ..` runs on as many ranks,
+and then both of a plan's programs run, apart and as answers: prompts and all tokens after them. A
+pass counts by its slowest rank, a launch by the median of its passes; the error is the median over
+launches, each against the calibration before it. Memory of a machine that others use is faster at
+one time than at another: the spread is that of the launches themselves. Run it where nothing else
+runs: the load before each launch is in the table.
 """
 
 import argparse
@@ -126,7 +128,7 @@ def launched(ranks: int, *words: str) -> str:
 
 
 def timed(path: Path, passes: int) -> dict[str, list[float]]:
-    """Seconds of the passes of each program after two to warm up, of the slowest rank."""
+    """Seconds of the passes of each program, of the slowest rank."""
     plan = read_plan(path)
     server = server_of(plan, None)
     assert plan.inference is not None, "a plan for inference"
@@ -135,8 +137,8 @@ def timed(path: Path, passes: int) -> dict[str, list[float]]:
         text = plan.inference.prefill_graph if name == PREFILL else plan.graph
         batch = _batch(parse_graph(text))
         found[name] = _times(partial(server.run, name, batch), passes)
-        if name == PREFILL:
-            found[ANSWER] = _times(partial(_answer, server, batch["input_ids"]), passes)
+        if name == PREFILL:  # an answer is many passes
+            found[ANSWER] = _times(partial(_answer, server, batch["input_ids"]), passes // 4)
     return found
 
 
@@ -145,14 +147,14 @@ def _answer(server: Server, prompts: Tensor) -> None:
 
 
 def _times(run: Callable[[], object], passes: int) -> list[float]:
-    """Seconds of each of several runs, of the slowest rank."""
+    """Seconds of each of several runs after one to warm up, of the slowest rank."""
     times = []
-    for index in range(2 + passes):
+    for index in range(1 + passes):
         if dist.is_initialized():
             dist.barrier()
         started = time.perf_counter()
         run()
-        if index >= 2:
+        if index >= 1:
             times.append(time.perf_counter() - started)
     return _slowest(times) if dist.is_initialized() else times
 
@@ -194,29 +196,32 @@ def rows_of(
     """All plans of a model on so many ranks, which `run` starts."""
     cluster = f"{ranks}x1xcpu" if args.testbed else f"{ranks}xcpu"
     plans = make_plans(folder, model, ranks, args.methods.split(","), cluster)
-    calibration = folder / f"{model}-{ranks}.json"
     given = [word for path in plans for word in ("--plan", str(path))]
-    run("-m", "parloom", "calibrate", "--cluster", cluster, "--out", str(calibration), *given)
-    measured: dict[tuple[str, str], list[float]] = {}
+    here, passes = str(Path(__file__).resolve()), str(args.passes)
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     loads = []
-    for _ in range(args.launches):
+    for index in range(args.launches):
         loads.append(os.getloadavg()[0])
-        here, passes = str(Path(__file__).resolve()), str(args.passes)
+        calibration = folder / f"{model}-{ranks}-{index}.json"
+        run("-m", "parloom", "calibrate", "--cluster", cluster, "--out", str(calibration), *given)
         printed = run(here, "--passes", passes, "--time", *map(str, plans))
-        for line in printed.splitlines():
-            if line.startswith("RESULT "):
-                row = json.loads(line[7:])
-                for name, times in row["seconds"].items():
-                    measured.setdefault((row["plan"], name), []).extend(times)
-    rows = []
-    for path in plans:
-        for name, seconds in predicted(api.load(path), calibration).items():
-            took = statistics.median(measured[str(path), name])
-            rows.append({
-                "plan": path.name, "ranks": ranks, "program": name, "predicted_s": seconds,
-                "measured_s": took, "error": math.log(seconds / took), "loads": loads,
-            })  # fmt: skip
-    return rows
+        found = [json.loads(line[7:]) for line in printed.splitlines() if line[:7] == "RESULT "]
+        for row in found:
+            expected = predicted(api.load(Path(row["plan"])), calibration)
+            for name, times in row["seconds"].items():
+                pair = expected[name], statistics.median(times)
+                pairs.setdefault((Path(row["plan"]).name, name), []).append(pair)
+    return [
+        {
+            "plan": plan, "ranks": ranks, "program": name,
+            "predicted_s": statistics.median(seconds for seconds, _ in own),
+            "measured_s": statistics.median(took for _, took in own),
+            "error": statistics.median(math.log(seconds / took) for seconds, took in own),
+            "spread": math.log(max(took for _, took in own) / min(took for _, took in own)),
+            "pairs": own, "loads": loads,
+        }
+        for (plan, name), own in pairs.items()
+    ]  # fmt: skip
 
 
 @contextmanager
@@ -225,14 +230,15 @@ def started(ranks: int, args: argparse.Namespace) -> Iterator[Callable[..., str]
     if args.testbed is None:
         yield partial(launched, ranks)
         return
-    with Bed(args.testbed, "latency", args.rate, ranks) as bed:
+    with Bed(args.testbed, "latency", args.rate, ranks, cores=args.cores, burst=0.0) as bed:
         yield partial(bed.run, sys.executable)
 
 
 def _line(row: dict[str, Any]) -> str:
     return (
         f"| {row['plan']} | {row['program']} | {1e3 * row['predicted_s']:.2f} ms |"
-        f" {1e3 * row['measured_s']:.2f} ms | {row['error']:+.1%} | {max(row['loads']):.1f} |"
+        f" {1e3 * row['measured_s']:.2f} ms | {row['error']:+.1%} | {row['spread']:.1%} |"
+        f" {max(row['loads']):.1f} |"
     )
 
 
@@ -250,14 +256,15 @@ def main() -> int:
     parser.add_argument("--time", type=Path, nargs="+", help="of a rank: the plans to time")
     parser.add_argument("--testbed", type=Path, help="folder of testbed.py")
     parser.add_argument("--rate", default="250mbit", help="of links in the box")
+    parser.add_argument("--cores", type=float, default=0.5, help="of each host in the box")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     if args.time:
         run_rank(args.time, args.passes)
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
-    print("| plan | program | predicted | measured | log error | load |")
-    print("|" + "---|" * 6)
+    print("| plan | program | predicted | measured | log error | spread of launches | load |")
+    print("|" + "---|" * 7)
     with tempfile.TemporaryDirectory(prefix="parloom-inference-") as folder:
         for ranks in map(int, args.ranks.split(",")):
             with started(ranks, args) as run:

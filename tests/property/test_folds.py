@@ -192,7 +192,7 @@ def trains_more(graph: Graph, take: Take, *frozen: str) -> bool:
     )
     graph = replace(graph, inputs=inputs)
     body, costs = Body(graph.main, 1000), FunctionCosts(OneDevice(request_of(graph)), "main")
-    return Values(body, costs, weights_of(graph, graph.main)).grows(take.call, body.classes)
+    return Values(body, [costs], weights_of(graph, graph.main)).grows(take.call, body.classes)
 
 
 def test_folds_in_frozen_weights_make_no_gradients_of_them() -> None:

@@ -102,6 +102,16 @@ def test_a_part_is_found_where_links_between_nodes_are_slow() -> None:
     assert found.step_ps <= whole.step_ps
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_all_devices_may_repeat_what_a_part_does(seed: int) -> None:
+    graph = model() if seed == 0 else random_graph(Random(seed), num_operators=4)
+    asked = request_of(graph, slow(NODES, 1e4))
+    alone = min(searched(part).proposals[0].step_ps for part in asked.parts())
+    whole = searched(replace(asked, all_devices=True))
+    assert {plan.decisions.num_ranks for plan in whole.proposals} == {8}
+    assert whole.proposals[0].step_ps <= alone * (1 + 5e-3)
+
+
 @pytest.mark.parametrize("graph", [model(), perceptron(), random_graph(Random(1), num_operators=6)])
 @pytest.mark.parametrize("cluster", [NODES, load_cluster("2x4xcpu")])
 def test_no_part_computes_in_less_than_its_share(graph: Graph, cluster: Cluster) -> None:

@@ -86,11 +86,29 @@ def test_pins_forbid_rules_of_forms(forbidden: str) -> None:
     assert forbidden.removeprefix("rewrite=") not in {own for take in takes for own in take.rules}
 
 
+@pytest.mark.parametrize(("devices", "expected"), [(1, 4), (64, 1)])
+def test_what_saves_launches_is_a_choice_where_a_share_is_small(
+    devices: int, expected: int
+) -> None:
+    """One device computes so long that launches are nothing; one of 64 does not."""
+    rows, narrow = 64 * 4096, 512
+    made = graph(
+        {f"w{at}": (narrow, narrow) for at in range(4)},
+        {f"x{at}": ((rows, narrow), "float32") for at in range(4)},
+        *(node("linear", f"x{at}", f"w{at}", to=f"a{at}", shape=(rows, narrow)) for at in range(4)),
+        *(node("relu", f"a{at}", to=f"r{at}", shape=(rows, narrow)) for at in range(4)),
+        node("cat", ("r0", "r1", "r2", "r3"), -1, to="y", shape=(rows, 4 * narrow)),
+        node("sum", "y", to="loss", shape=()),
+    )
+    takes = with_takes(request_of(made, f"{devices}xV100")).takes
+    assert ops(derived(made, list(map(str, takes)))).count("relu") == expected
+
+
 def test_the_class_of_an_input_is_known_whatever_it_is_united_with() -> None:
     """Here with one that is not of a value, and that has more calls."""
     made = factored()
     body = Body(made.main, 100)
-    values = Values(body, FunctionCosts(OneDevice(request_of(made)), "main"), {"first"})
+    values = Values(body, [FunctionCosts(OneDevice(request_of(made)), "main")], {"first"})
     before = values.made(body.class_of("x"))
     twice = Term("add", (Name("x"), Name("x")))
     half = body.graph.add(Term("mul", (twice, 0.5)), body.classes, {})

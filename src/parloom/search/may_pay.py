@@ -2,7 +2,8 @@
 
 What a rule adds to the e-graph of a function may cost one device little more than the calls that it
 may replace. Under data parallelism a device computes its share of what depends on the batch, and
-all of what is made of weights alone: it may be the one that has the whole batch, or only its share.
+all of what is made of weights alone: it may be the one that has the whole batch, or only its share,
+of which launches are more and products reach less of their rate.
 
 What is made of weights alone has a gradient where one of them trains: of a frozen weight and the
 product of two small factors that train, one as large as the frozen weight, in every pass. No rule
@@ -27,13 +28,8 @@ from parloom.search.program import Flags
 LITTLE_MORE = 1.1
 Weights = frozenset[tuple[str, int]]
 """Weights by name, with their elements."""
-Costs = tuple[int, int]
-"""Times (ps) of what depends on the batch, and of what is made of weights alone."""
-
-
-def on_share(costs: Costs, devices: int) -> int:
-    """The time of so many devices together that each have a share of the batch."""
-    return costs[0] + devices * costs[1]
+Costs = tuple[int, ...]
+"""Times (ps) on a device that has the whole batch, and on those that have a share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +52,14 @@ class Made:
 
 class Values:
     """What is known of the classes in the e-graph of a function, of which `weights` are inputs, and
-    of calls of them.
+    of calls of them. `costs` are those of the whole batch, and of shares.
     """
 
-    def __init__(self, body: Body, costs: FunctionCosts, weights: Collection[str]) -> None:
+    def __init__(
+        self, body: Body, costs: Sequence[FunctionCosts], weights: Collection[str]
+    ) -> None:
         self.body, self.costs = body, costs
-        flowing, of_weights = costs.flowing(body.function), set(weights)
+        flowing, of_weights = costs[0].flowing(body.function), set(weights)
         for item in body.function.body:
             read = item.refs if isinstance(item, Node) else item.args
             if read and of_weights.issuperset(read):
@@ -152,17 +150,17 @@ class Values:
             Made(value.spec, own, of_weights, trained)
             for value, own in zip(node.results, flows, strict=True)
         ]
-        ps = self.costs.device.ps(node, specs, self.costs.flows(every))
-        return made, (0, ps) if of_weights else (ps, 0)
+        priced = self.costs[:1] * len(self.costs) if of_weights else self.costs
+        return made, tuple(own.device.ps(node, specs, own.flows(every)) for own in priced)
 
 
 class MayPay:
     """Whether a rule that matches in the e-graph of a function may pay on one device that has the
-    whole batch or, of so many `devices`, a share of it.
+    whole batch or a share of it.
     """
 
-    def __init__(self, values: Values, devices: int) -> None:
-        self.values, self.body, self.devices = values, values.body, devices
+    def __init__(self, values: Values) -> None:
+        self.values, self.body = values, values.body
         # Operators of the function that are of weights and of other values: those.
         self._products = [
             (item, rest)
@@ -178,9 +176,12 @@ class MayPay:
         except NotExpressed:
             return False
         return is_proved(match) and any(
-            _sum(added, devices) <= LITTLE_MORE * _sum(replaced, devices)
-            for devices in (1, self.devices)
+            new <= LITTLE_MORE * old
+            for new, old in zip(self._sum(added), self._sum(replaced), strict=True)
         )
+
+    def _sum(self, costs: Mapping[object, Costs]) -> list[int]:
+        return [sum(own[at] for own in costs.values()) for at in range(len(self.values.costs))]
 
     def _priced(self, arg: Arg, match: Match, costs: dict[object, Costs], every: bool) -> Any:
         """An argument as calls have it, with what its calls cost: `every` one, or those that the
@@ -204,7 +205,7 @@ class MayPay:
             known = {child: self.values.made(child) for child in classes_in(args)}
             made, costs[arg.op, args] = self.values.called(arg.op, args, known)
             if there is None and self._may_be_added_up(arg.op, args, made):
-                costs[arg.op, args] = 0, 0
+                costs[arg.op, args] = (0,) * len(self.values.costs)
             return made[at or 0] if there is None else there
         return there
 
@@ -232,10 +233,6 @@ class MayPay:
 
     def _is_of_weights(self, one: Class) -> bool:
         return self.values.made(one).of_weights
-
-
-def _sum(costs: Mapping[object, Costs], devices: int) -> int:
-    return sum(on_share(own, devices) for own in costs.values())
 
 
 def _mades_in(args: Iterable[Any]) -> Iterable[Made]:

@@ -38,6 +38,14 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
         )
 
 
+def on_all(mesh: Mesh, cluster: Cluster) -> Mesh:
+    """A mesh of a part of `cluster` on all its devices, with one more axis, the outermost."""
+    there = {prime for axis in mesh.axes for prime in axis.primes}
+    others = (prime for prime in reversed(cluster.prime_axes()) if prime not in there)
+    name = next(name for name in NAMES if name not in mesh.names)
+    return Mesh((MeshAxis(name, tuple(others)), *mesh.axes))
+
+
 def joined(mesh: Mesh) -> Iterator[Mesh]:
     """The meshes of two axes that `mesh` becomes where neighboring axes are joined."""
     for cut in range(1, len(mesh.axes)):

@@ -1,5 +1,5 @@
-"""What one device computes in the calls of a function, forward and backward, whatever its body: the
-whole batch at once, as if the device had all the memory.
+"""What a device computes in the calls of a function, forward and backward, whatever its body: the
+whole batch at once or its share of it, as if the device had all the memory.
 """
 
 from collections import Counter, defaultdict
@@ -24,14 +24,15 @@ Flows = tuple[tuple[Flags, int], ...]
 
 
 class OneDevice:
-    """Times (ps) of single calls on a device of the cluster of `request`; of calls that are made
-    alike, of operands of the same shapes, one is priced.
+    """Times (ps) of single calls on a device of the cluster of `request`, which shares each with so
+    many others as it can best be shared; of calls that are made alike, of operands of the same
+    shapes, one is priced.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, share: int = 1) -> None:
         self.graph = request.graph
         self.inputs = {entry.value.name: entry for entry in self.graph.inputs}
-        (mesh,) = logical_meshes(part_of(request.cluster, 1))
+        (mesh,) = logical_meshes(part_of(request.cluster, share), 1)
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
         self._prices = Prices(program_of(self.graph, factorize(self.graph)), walker)
         self._known: dict[object, int] = {}
@@ -78,10 +79,13 @@ class OneDevice:
     def _ps(self, operator: Operator) -> int:
         if operator.is_scalar:
             return 0
-        (choice,) = menu_of(operator, self._prices.single, ({},)).choices
-        flows = operator.flows
-        each = ((self._prices.alone(operator, choice, flags), count) for flags, count in flows)
-        return sum(count * int(price[[FORWARD, BACKWARD]].sum()) for price, count in each)
+        return min(
+            sum(
+                count * int(self._prices.alone(operator, choice, flags)[[FORWARD, BACKWARD]].sum())
+                for flags, count in operator.flows
+            )
+            for choice in menu_of(operator, self._prices.single).choices
+        )
 
 
 class FunctionCosts:

@@ -13,7 +13,7 @@ from math import inf
 from parloom.cost.units import format_seconds
 from parloom.ir.expected import Status
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Decisions
+from parloom.ir.plan import Decisions, one_stage
 from parloom.search.choices import Menu
 from parloom.search.climb import climbed, cost
 from parloom.search.contexts import (
@@ -29,7 +29,7 @@ from parloom.search.folding import program_of
 from parloom.search.least import batch_bytes, least_share
 from parloom.search.least_compute import least_compute_ps, least_work_ps
 from parloom.search.local_search import PATIENCE, improved
-from parloom.search.meshes import MAX_AXES, joined
+from parloom.search.meshes import MAX_AXES, joined, on_all
 from parloom.search.microbatch import microbatch_of
 from parloom.search.near_forms import NEAR_BOUNDS, NEAR_FORMS, ROUGH, NearForms, Rewrites
 from parloom.search.program import Program
@@ -57,6 +57,8 @@ NEAR = 0.004
 # How far behind a pipeline plans of one stage are at most around which others are looked for where
 # bounds leave no room: these were up to a fifth faster (zoo:cnn over slow links).
 BEHIND = 0.2
+# Plans of a part whose work the other devices repeat that are simulated on all of them.
+REPEATED = 4
 # The share by which a step may be longer where fewer devices count as as fast.
 SAME = 0.01
 # How near to the best estimate bounds are brought.
@@ -107,7 +109,10 @@ def search(
         status = Status.INTERRUPTED
     if driver is None:
         return Searched((), 0.0, inf, Status.INTERRUPTED)
-    played = {found.decisions: found for found in chain(driver.climbed, driver.judged())}.values()
+    found = chain(driver.climbed, driver.judged())
+    played = list({plan.decisions: plan for plan in found}.values())
+    if request.all_devices:
+        played = _on_all(request, played)
     fitting = [found for found in played if found.peak_bytes <= request.limit_bytes]
     return Searched(
         tuple(sorted(fitting, key=rank)),
@@ -118,6 +123,23 @@ def search(
         min(played, key=lambda found: (found.peak_bytes, found.step_ps), default=None),
         driver.contexts.work.left,
     )
+
+
+def _on_all(request: Request, plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """These plans on all devices: of a part, those that are faster and fit, where the others repeat
+    its work.
+    """
+    devices, limit = request.cluster.num_devices, request.limit_bytes
+    whole = [plan for plan in plans if plan.decisions.num_ranks == devices]
+    least_ps = min((plan.step_ps for plan in whole if plan.peak_bytes <= limit), default=inf)
+    some = [p for p in plans if p.decisions.num_ranks < devices and p.peak_bytes <= limit]
+    faster = sorted((plan for plan in some if plan.step_ps < least_ps), key=rank)
+    for plan in faster[:REPEATED]:
+        (stage,) = plan.decisions.stages
+        stages = one_stage(on_all(stage.mesh, request.cluster))
+        decisions = replace(plan.decisions, stages=stages)
+        whole.append(SimulatedPlan(decisions, request.predict(decisions)))
+    return whole
 
 
 class Driver:
@@ -154,10 +176,12 @@ class Driver:
             return
         self._improve(SHORT)
         self._refine()
-        for request in self.request.parts() if self.best_ps < inf else ():
+        parts = chain(self.request.parts(), self.request.repeated())
+        for request in parts if self.best_ps < inf else ():
             contexts = self.contexts.on_part(request)
             devices = request.cluster.num_devices
-            if least_work_ps(contexts) / devices > self.best_ps * (1 + SAME):
+            enough_ps = self._enough_ps(contexts.meshes[0])
+            if least_work_ps(contexts) / devices > enough_ps:
                 break
             self.on[devices] = contexts
             self._look_on(contexts.meshes)
@@ -204,9 +228,11 @@ class Driver:
         return min(known, key=_step_ps, default=None)
 
     def _enough_ps(self, mesh: Mesh) -> float:
-        """The step that a plan on `mesh` must be below: of fewer devices one that is as fast."""
-        whole = mesh.num_ranks == self.request.cluster.num_devices
-        return self.best_ps * (1 - NEAR if whole else 1 + SAME)
+        """The step that a plan on `mesh` must be below: where fewer devices may be used, one that is
+        as fast on these.
+        """
+        fewer = mesh.num_ranks < self.request.cluster.num_devices and not self.request.all_devices
+        return self.best_ps * (1 + SAME if fewer else 1 - NEAR)
 
     def _is_beaten(self, mesh: Mesh, count: int) -> bool:
         """Whether a part of so many microbatches is no better than the best plan even if memory had

@@ -134,6 +134,16 @@ class Request:
         if not self.all_devices:
             yield from map(self.on, part_sizes(self.cluster))
 
+    def repeated(self) -> Iterator["Request"]:
+        """Where all devices must be used, the request on every part of the cluster whose work the
+        others may repeat, the largest first.
+        """
+        if self.all_devices and not self.cluster.parts:
+            primes = set(self.cluster.prime_axes())
+            for part in map(self.on, part_sizes(self.cluster)):
+                if primes.issuperset(part.cluster.prime_axes()):
+                    yield part
+
     def microbatch_counts(self, factored: Factored) -> tuple[int, ...]:
         """The numbers of microbatches that a plan may have; `factored` is of `graph`."""
         if self.num_microbatches is not None or self.batch_semantics != GLOBAL:

@@ -8,6 +8,7 @@ the whole batch and for one that has its share of it.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import gcd
 
 from parloom.errors import InputError
 from parloom.ir.graph import Call, Function, Graph
@@ -21,7 +22,7 @@ from parloom.rewrite.substitutions import applied, by_rules, differences, takes_
 from parloom.rewrite.take import Take, compatible, ends_of, taken_bodies
 from parloom.rewrite.terms import names_in
 from parloom.search.extraction import ANY, Choices, Extraction
-from parloom.search.may_pay import MayPay, Values, on_share
+from parloom.search.may_pay import MayPay, Values
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.request import Request
 
@@ -30,7 +31,7 @@ from parloom.search.request import Request
 CALLS, ROUNDS = 150, 15
 # How many rewrites are made first where what pins ask for applies nowhere.
 FIRST = 100
-# The share of what one device computes that each new call must save: choices make planning longer.
+# The share of what a device computes that each new call must save: choices make planning longer.
 LEAST = 1e-3
 
 
@@ -38,22 +39,38 @@ def worthwhile(request: Request, functions: Sequence[Function]) -> Iterator[Take
     """Ways to compute values of these functions by rules that pins leave."""
     if not any(request.pinned.allows_rewrite((rule,)) for rule in rule_names()):
         return
-    graph, device = request.graph, OneDevice(request)
-    every = {own.name: FunctionCosts(device, own.name) for own in (*graph.functions, graph.main)}
-    ps = sum(every[own.name].of(own) for own in (*graph.functions, graph.main))
+    graph, every = request.graph, (*request.graph.functions, request.graph.main)
+    costs, more_ps = dict[str, list[FunctionCosts]](), list[float]()
+    for device in _devices(request):
+        each = {own.name: FunctionCosts(device, own.name) for own in every}
+        more_ps.append(LEAST * sum(each[own.name].of(own) for own in every))
+        for name, own in each.items():
+            costs.setdefault(name, []).append(own)
     for function in functions:
-        forms = WholeForms(request, function, every[function.name], LEAST * ps)
+        forms = WholeForms(request, function, costs[function.name], more_ps)
         takes = filter(forms.can_be_made, dict.fromkeys(forms.takes()))
         yield from compatible(function, takes)
 
 
+def _devices(request: Request) -> Iterator[OneDevice]:
+    """One that has the whole batch, and one with a share of it: of as many as samples leave."""
+    yield OneDevice(request)
+    if (devices := request.cluster.num_devices) > 1:
+        share = gcd(devices, request.samples)
+        yield OneDevice(request, share if share > 1 else devices)
+
+
 class WholeForms:
-    """Other forms of a function of the graph of `request`, in which each new call costs `more_ps`
-    beside its time.
+    """Other forms of a function of the graph of `request`: of those that have the whole batch and
+    those that have a share of it, the `costs`, and what each new call costs beside its time.
     """
 
     def __init__(
-        self, request: Request, function: Function, costs: FunctionCosts, more_ps: float
+        self,
+        request: Request,
+        function: Function,
+        costs: Sequence[FunctionCosts],
+        more_ps: Sequence[float],
     ) -> None:
         self.request, self.function = request, function
         self.costs, self.more_ps = costs, more_ps
@@ -67,13 +84,11 @@ class WholeForms:
         self.merged = dict.fromkeys(rule for take in merges for rule in take.rules)
         self.body = Body(function, len(function.body) + CALLS)
         weights = weights_of(request.graph, function)
-        devices = request.cluster.num_devices
         self.values = Values(self.body, costs, weights)
-        self.may_pay = MayPay(self.values, devices)
+        self.may_pay = MayPay(self.values)
         classes, grows = self.body.classes, self.values.grows
         self.merges = [take for take in merges if not grows(take.call, classes)]
         self.fused = [take for take in fused if not grows(take.call, classes)]
-        self.shares = (1, devices) if devices > 1 else (1,)
 
     def takes(self) -> Iterator[Take]:
         """What pins ask for, what forms have, and merges of products that no form changes."""
@@ -99,24 +114,26 @@ class WholeForms:
         choices = self._choices()
         if not any(own.place == ANY for own in choices.every):
             return
-        forms = [self._cheapest(choices, devices) for devices in self.shares]
+        forms = self._cheapest(choices)
         if self._add_merges(choices, forms):
             choices = self._choices()
-            forms = [self._cheapest(choices, devices) for devices in self.shares]
+            forms = self._cheapest(choices)
         for taken in forms:
             yield from self._named(choices, taken)
 
     def _choices(self) -> Choices:
         return Choices(self.body, self.ends, self.fused)
 
-    def _cheapest(self, choices: Choices, devices: int) -> Mapping[Class, int]:
-        """The choices of the form that takes a device with a share of the batch least."""
-        times = [
-            on_share((0, ps) if self._is_of_weights(own.reads) else (ps, 0), devices)
-            + self.more_ps * (own.place == ANY)
-            for own, ps in zip(choices.every, choices.times(self.costs), strict=True)
-        ]
-        return Extraction(choices, times).solve()
+    def _cheapest(self, choices: Choices) -> list[Mapping[Class, int]]:
+        """The choices of the forms that take a device least, with the whole batch and a share."""
+        found, whole = [], choices.times(self.costs[0])
+        for costs, more_ps in zip(self.costs, self.more_ps, strict=True):
+            times = [
+                (first if self._is_of_weights(own.reads) else ps) + more_ps * (own.place == ANY)
+                for own, first, ps in zip(choices.every, whole, choices.times(costs), strict=True)
+            ]
+            found.append(Extraction(choices, times).solve())
+        return found
 
     def _is_of_weights(self, read: Sequence[Class]) -> bool:
         return bool(read) and all(self.values.made(one).of_weights for one in read)
