@@ -39,6 +39,7 @@ from parloom.ir.text import parse_graph
 from parloom.quantization import INT8, QUANTIZED
 from parloom.rewrite.rewrites import rewritten
 from parloom.runtime import DistributedComm, Pipeline, Trainer
+from parloom.search.quantized import in_int8
 
 sys.path.insert(0, str(HERE.parent / "examples"))
 from train_bytes import FOLDER, Corpus, draw, held_out_batches
@@ -51,7 +52,8 @@ Row = dict[str, Any]
 
 def quantized(plan: Plan) -> Plan:
     """The same plan with its gradients and gathered weights in int8."""
-    return replace(plan, decisions=replace(plan.decisions, communication_dtype=INT8))
+    graph = rewritten(parse_graph(plan.graph), plan.decisions.rewrites)
+    return replace(plan, decisions=in_int8(plan.decisions, graph))
 
 
 def lowered(plan: Plan) -> PCG:
@@ -193,7 +195,7 @@ def prepared(
             found[model, side] = {
                 "sent_bytes": sent_bytes(plan, there) if one else None,
                 "predicted_s": predicted_s(plan, cluster),
-                "dtype": plan.decisions.communication_dtype,
+                "dtypes": plan.decisions.sent_dtypes,
             }
             print(model, side, found[model, side], file=sys.stderr, flush=True)
     return found

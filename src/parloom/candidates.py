@@ -50,6 +50,7 @@ from parloom.search.optimize import SAME
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.placing import faster_placed
+from parloom.search.quantized import in_int8
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.rewritten import as_pinned, forms_for, with_takes
 from parloom.search.searched import Searched
@@ -337,9 +338,9 @@ def _quantized(request: Request, found: Sequence[ScoredPlan]) -> list[ScoredPlan
     faster = []
     for plan in found:
         own = plan.decisions
-        if len(own.stages) > 1 or own.num_ranks == 1 or own.communication_dtype:
+        if len(own.stages) > 1 or own.num_ranks == 1 or own.sent_dtypes:
             continue
-        decisions = replace(own, communication_dtype=INT8)
+        decisions = in_int8(own, request.graph)
         prediction = request.on(own.num_ranks).predict(decisions)
         if prediction.step_s < plan.prediction.step_s:
             name = f"{plan.name}, {INT8}"
@@ -495,7 +496,7 @@ def _name(method: str, decisions: Decisions) -> str:
         if replicas == stages:
             return f"{title} ({replicas} replicas on {sizes} devices, {parts})"
         return f"{title} ({stages} stages on {sizes} devices, {parts})"
-    sent = f", {decisions.communication_dtype}" if decisions.communication_dtype else ""
+    sent = "".join(f", {dtype}" for dtype in decisions.sent_dtypes)
     return f"{title} ({' x '.join(f'{a.name}={a.size}' for a in decisions.mesh.axes)}){sent}"
 
 

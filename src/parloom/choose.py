@@ -230,9 +230,9 @@ def _other_devices(
 
 def _not_quantized(best: ScoredPlan, fitting: Sequence[ScoredPlan]) -> tuple[str, ...]:
     """That the best plan sends nothing in int8, which was allowed, and the best one that does."""
-    if best.decisions.communication_dtype:
+    if best.decisions.sent_dtypes:
         return ()
-    others = [plan for plan in fitting if plan.decisions.communication_dtype]
+    others = [plan for plan in fitting if plan.decisions.sent_dtypes]
     if not others:
         return (f"{INT8} was allowed, and no plan that was found is faster for it",)
     least = min(others, key=lambda plan: plan.prediction.step_s)

@@ -7,6 +7,8 @@ with zeros (ZeRO++: Wang et al., 2023, arXiv:2306.10209).
 
 INT8 = "int8"
 COMMUNICATION_DTYPES = (INT8,)
+# Of these data types are the numbers that are quantized.
+REAL = ("float16", "bfloat16", "float32", "float64")
 BLOCK = 256
 LARGEST = 127
 # Scales are in float32, or in float64 where the numbers are.

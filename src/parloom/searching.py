@@ -143,7 +143,7 @@ def asked_of(plan: Plan) -> Asked:
     )
     method = plan.method if plan.method in arguments.METHODS else AUTO
     limit = memory[0] if memory else None
-    allow = [QUANTIZED] if plan.decisions.communication_dtype else []
+    allow = [QUANTIZED] if plan.decisions.sent_dtypes else []
     return {"method": method, "memory": limit, "pin": pin, "forbid": forbid, "allow": allow}
 
 

@@ -31,6 +31,7 @@ from parloom.ir.plan import (
 )
 from parloom.ir.verify import POLICIES
 from parloom.runtime import DistributedComm, Program, SingleComm, Trainer, required_groups
+from parloom.search.quantized import in_int8
 from tests.dist.allocations import allocated
 from tests.zoo_sizes import SMALL
 
@@ -141,12 +142,13 @@ def test_what_is_stored_and_buffers_of_collectives_are_as_predicted(name: str) -
     )
     programs, said = [], []
     for chunks, (microbatches, sent) in itertools.product(
-        STORAGE, ((1, None), (2, None), (1, "int8"))
+        STORAGE, ((1, False), (2, False), (1, True))
     ):
         decisions = Decisions(
             one_stage(mesh), nodes, num_microbatches=microbatches,
-            parameters=stored(graph, *chunks), communication_dtype=sent,
+            parameters=stored(graph, *chunks),
         )  # fmt: skip
+        decisions = in_int8(decisions, graph) if sent else decisions
         pcg = lower(graph, decisions)
         programs.append(compile_pcg(pcg, "memory").program)
         played = simulate(pcg, load_cluster("4xcpu"), decisions, Optimizer("adamw", 2))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from parloom.ir.text import print_graph
 from parloom.quantization import BLOCK, LARGEST, in_blocks
 from parloom.runtime import quantized
 from parloom.runtime.sharded_parameter import ShardedParameter
+from parloom.search.quantized import in_int8
 from tests.dist import lowered, mlp, staged
 from tests.dist.lowered import Model
 
@@ -185,11 +187,23 @@ def test_steps_equal_one_device_with_the_same_quantizer(storage: str, ranks: int
 
 
 def random_decisions(model: Model, seed: int) -> Decisions:
-    """A random plan on two axes of two ranks, in one or two microbatches."""
-    count = 1 + seed % 2
+    """A random plan on two axes of two ranks, in one or two microbatches; of every third one all
+    weights and gradients may be quantized, of others some.
+    """
+    count, rng = 1 + seed % 2, Random(seed)
     mesh = staged.MESHES[4]
-    found = random_plan(model.graph, model.factored, mesh, seed, count)
-    return replace(found, communication_dtype="int8")
+    every = in_int8(random_plan(model.graph, model.factored, mesh, seed, count), model.graph)
+    if seed % 3 == 0:
+        return every
+    some = (
+        replace(
+            own,
+            weight_sent=rng.choice(("", own.weight_sent)),
+            gradient_sent=rng.choice(("", own.gradient_sent)),
+        )
+        for own in every.parameters
+    )
+    return replace(every, parameters=tuple(some))
 
 
 def proof(model: Model, decisions: Decisions) -> VerifyReport:
@@ -224,7 +238,7 @@ def data_parallel(model: Model, storage: Storage) -> Decisions:
         ParameterDecision(entry.target, *[replace(storage, axes=(axis,))] * 3)
         for entry in model.graph.of_kind("parameter")
     )
-    return replace(found, parameters=stored, communication_dtype="int8")
+    return in_int8(replace(found, parameters=stored), model.graph)
 
 
 def wrong_sums(output: Tensor, received: Tensor) -> None:

@@ -90,13 +90,15 @@ def context_of(
     limit: int = PLENTY,
     menus: tuple[Menu, ...] = (),
     pinned: Pinned = NONE,
-    communication_dtype: str | None = None,
+    quantizes: bool = False,
 ) -> ContextSearch:
     """The search of `graph` on `mesh` with `count` microbatches."""
     program = microbatch_of(program_of(graph, factorize(graph), pinned), count)
     assert program is not None
-    request = Request(graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned)
-    base = Decisions(one_stage(mesh), communication_dtype=communication_dtype)
+    request = Request(
+        graph, DataSheets(cluster), ADAM, limit, count, pinned=pinned, quantizes=quantizes
+    )
+    base = Decisions(one_stage(mesh))
     return ContextSearch(program, mesh, Passes(count), request, base, Known(), Work(), menus)
 
 

@@ -25,6 +25,7 @@ from parloom.ir.verify import verify_decisions
 from parloom.quantization import BLOCK, INT8, QUANTIZED, in_blocks, payload_bytes
 from parloom.runtime import quantized as runtime
 from parloom.search.meshes import logical_meshes
+from parloom.search.quantized import in_int8 as all_in_int8
 from parloom.search.stream_bound import least_step_ps
 from tests.property.searched import ADAM, context_of, random_graph
 from tests.property.test_streams import good_plans, random_plans
@@ -45,8 +46,8 @@ EACH = 1 + 4 / BLOCK
 FAST, SLOW = load_cluster("2x4xH100"), load_cluster("4x2xRTX4090")
 
 
-def in_int8(decisions: Decisions) -> Decisions:
-    return replace(decisions, communication_dtype=INT8)
+def in_int8(decisions: Decisions, graph: Graph = GRAPH) -> Decisions:
+    return all_in_int8(decisions, graph)
 
 
 def sent_bytes(decisions: Decisions, cluster: Cluster, graph: Graph = GRAPH) -> float:
@@ -57,8 +58,10 @@ def sent_bytes(decisions: Decisions, cluster: Cluster, graph: Graph = GRAPH) -> 
 
 def test_plan_files_say_it_and_others_stay_as_they_are() -> None:
     plain = example()
-    assert "communication_dtype" not in plan_to_json(plain)
-    plan = replace(plain, decisions=in_int8(plain.decisions))
+    assert "_sent" not in plan_to_json(plain)
+    decisions = in_int8(plain.decisions, parse_graph(plain.graph))
+    assert decisions.sent_dtypes == (INT8,)
+    plan = replace(plain, decisions=decisions)
     text = plan_to_json(plan)
     assert plan_from_json(text, "p.json") == plan
     with pytest.raises(InputError, match=r"p.json:.*int8"):
@@ -68,8 +71,9 @@ def test_plan_files_say_it_and_others_stay_as_they_are() -> None:
 def test_pipelines_and_unknown_types_are_refused() -> None:
     decisions = data_parallel(load_cluster("4xcpu"))
     verify_decisions(GRAPH, in_int8(decisions))
-    with pytest.raises(VerifyError, match="'int4' is not one of int8"):
-        verify_decisions(GRAPH, replace(decisions, communication_dtype="int4"))
+    unknown = replace(decisions, parameters=(ParameterDecision(NAMES[0], gradient_sent="int4"),))
+    with pytest.raises(VerifyError, match="'int4', to send in, is not one of int8"):
+        verify_decisions(GRAPH, unknown)
     stages = (
         Stage(("net",), (range(1),), grid({})),
         Stage((":mse_loss#0",), (range(1, 2),), grid({})),
@@ -100,7 +104,7 @@ def test_a_gradient_of_two_collectives_is_sent_as_it_is() -> None:
     nodes = tuple(replace(n, factors=(("d0", ("x", "y")),)) for n in plan.nodes)
     near = Storage(("y",))
     parameters = (ParameterDecision(NAMES[0], near, near, near),)
-    decisions = Decisions(one_stage(mesh), nodes, parameters, communication_dtype=INT8)
+    decisions = in_int8(Decisions(one_stage(mesh), nodes, parameters))
     nodes_of = {
         (name.input.target, node.kind, node.axes): node.dtype
         for node in step_program(lower(GRAPH, decisions))
@@ -132,7 +136,7 @@ def test_weights_of_half_precision_send_half() -> None:
     there = load_cluster("1x4xH100")
     graph = parse_graph(TEXT.replace("float32", "bfloat16"))
     fsdp = data_parallel(there, *STORED["zero3"])
-    exact, half = sent_bytes(fsdp, there, graph), sent_bytes(in_int8(fsdp), there, graph)
+    exact, half = sent_bytes(fsdp, there, graph), sent_bytes(in_int8(fsdp, graph), there, graph)
     assert exact / half == pytest.approx(2 / EACH, rel=1e-4)
 
 
@@ -149,12 +153,12 @@ def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
     rng, cluster = Random(seed), (SLOW, FAST)[seed % 2]
     graph = random_graph(rng, num_operators=4)
     mesh = rng.choice(list(logical_meshes(cluster)))
-    context = context_of(graph, cluster, mesh, communication_dtype=INT8)
+    context = context_of(graph, cluster, mesh, quantizes=True)
     bound, tried = least_step_ps(context), 0
     plain = least_step_ps(context_of(graph, cluster, mesh))
     assert 0 < bound <= plain * (1 + 1e-9)
-    for plan in (*good_plans(context), *map(in_int8, random_plans(graph, mesh, 1, rng))):
-        assert plan.communication_dtype == INT8
+    drawn = tuple(random_plans(graph, mesh, 1, rng))
+    for plan in (*good_plans(context), *drawn, *(in_int8(own, graph) for own in drawn)):
         try:
             pcg = lower(graph, plan)
         except LayoutError:
@@ -249,7 +253,7 @@ def test_what_was_allowed_and_not_used_is_said(tmp_path: Path) -> None:
     program = api.capture("zoo:mlp", optimizer="sgd")
     asked = {"cluster": str(tmp_path / "fast.yaml"), "devices": 2, "method": "data_parallel"}
     plan = api.search(program, allow=(QUANTIZED,), **asked)  # type: ignore[arg-type]
-    assert plan.decisions.communication_dtype is None
+    assert not plan.decisions.sent_dtypes
     assert "int8 was allowed, and no plan that was found is faster for it" in plan.notes
     assert not any(INT8 in note for note in api.search(program, **asked).notes)  # type: ignore[arg-type]
 
@@ -268,8 +272,8 @@ def test_the_search_uses_it_only_where_it_is_allowed(tmp_path: Path) -> None:
             ("auto", (QUANTIZED,)),
         )
     )
-    dtypes = [plan.decisions.communication_dtype for plan in (rule, in_rule, best)]
-    assert dtypes == [None, INT8, INT8]
+    dtypes = [plan.decisions.sent_dtypes for plan in (rule, in_rule, best)]
+    assert dtypes == [(), (INT8,), (INT8,)]
     steps = [plan.prediction.step_s for plan in (rule, in_rule, best) if plan.prediction]
     assert steps[2] <= steps[1] < 0.8 * steps[0]
     exact = [own.step_s for own in best.alternatives if INT8 not in own.name]

@@ -105,7 +105,9 @@ BAD_DECISIONS: dict[str, Decisions] = {
         MEGATRON, num_microbatches=2, batch_semantics="microbatch"
     ),
     "gradients and masters keep their precision": replace(MEGATRON, reduce_dtype="bfloat16"),
-    "communication has a known data type": replace(MEGATRON, communication_dtype="int7"),
+    "communication has a known data type": replace(
+        MEGATRON, parameters=(ParameterDecision("up", gradient_sent="int7"),)
+    ),
 }
 
 

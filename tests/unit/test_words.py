@@ -39,6 +39,7 @@ from parloom.report.words import (
     words,
 )
 from parloom.rewrite.rewrites import rewritten
+from parloom.search.quantized import in_int8
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 from tests.unit.test_plan_json import example
 
@@ -50,10 +51,10 @@ def test_what_travels_in_int8() -> None:
     (sharded,) = fsdp(perceptron(), CLUSTER)
     (kept,) = data_parallel(perceptron(), CLUSTER)
     for plan, said in (
-        (sharded, "gradients and gathered weights travel in int8"),
-        (kept, "gradients travel in int8"),
+        (sharded, "3 gradients and 3 gathered weights travel in int8"),
+        (kept, "3 gradients travel in int8"),
     ):
-        assert said in words(perceptron(), replace(plan, communication_dtype="int8"))
+        assert said in words(perceptron(), in_int8(plan, perceptron()))
 
 
 def test_what_trains_nothing_has_no_optimizer_state() -> None:

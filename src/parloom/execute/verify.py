@@ -167,7 +167,7 @@ def verify(
     )
     parallel = assemble([trace for trace, _ in found])
     quantizer = None
-    if plain.communication_dtype is not None:
+    if plain.sent_dtypes:
         quantizer = QuantizedReference(pipeline.programs[0], [addends for _, addends in found])
     reference = reference_trace(graph, plan.optimizer, tensors, batch, say, quantizer)
     require_finite(reference)

@@ -210,9 +210,9 @@ def _missing(found: Description, placers: Sequence[_Placer]) -> Iterator[str]:
     yield from loss_words(found)
     if any(found.recompute.whole) or found.recompute.some:
         yield recompute_words(found, "torch.utils.checkpoint does so")
+    sent = [("messages", dtype) for dtype in found.plan.decisions.sent_dtypes]
     for what, dtype in (("copies of weights", found.chosen.master_dtype),
-                        ("sums of gradients", found.chosen.reduce_dtype),
-                        ("messages", found.plan.decisions.communication_dtype)):  # fmt: skip
+                        ("sums of gradients", found.chosen.reduce_dtype), *sent):  # fmt: skip
         if dtype not in (None, found.dtype):
             yield f"{what} in {dtype}"
 

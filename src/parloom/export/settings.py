@@ -36,8 +36,8 @@ def beyond(found: Description) -> Iterator[str]:
     norms = any(flat.node.op in BATCH_NORMS for flat in found.graph.flat())
     if norms and found.chosen.data > 1 and found.plan.decisions.batch_norm == "global":
         yield "batch norm over the samples of all ranks (torch.nn.SyncBatchNorm computes so)"
-    if sent := found.plan.decisions.communication_dtype:
-        yield f"gradients and gathered weights in {sent}"
+    if sent := found.plan.decisions.sent_dtypes:
+        yield f"gradients and gathered weights in {', '.join(sent)}"
 
 
 def stages_words(found: Description) -> Iterator[str]:

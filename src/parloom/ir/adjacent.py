@@ -141,5 +141,5 @@ def _kinds(members: Iterable[PParameter]) -> set[object]:
     """Parameters of one memory are of one of these."""
     return {
         (p.input.value.spec.dtype, p.input.trainable, p.decision.weight.axes,
-         p.decision.weight.memory) for p in members
+         p.decision.weight.memory, p.decision.weight_sent) for p in members
     }  # fmt: skip

@@ -11,7 +11,7 @@ equal values and equal files.
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -95,13 +95,17 @@ class Storage:
 @dataclass(frozen=True, slots=True)
 class ParameterDecision:
     """Storage of a parameter's weight, its gradient and its optimizer state (ZeRO 1-3): along one
-    dim, the axes of each the first ones of the next.
+    dim, the axes of each the first ones of the next. Where the weight is gathered in each pass it
+    travels in `weight_sent`, its gradient in `gradient_sent`, where these are given
+    (`quantization`).
     """
 
     name: str
     weight: Storage = Storage()
     gradient: Storage = Storage()
     optimizer: Storage = Storage()
+    weight_sent: str = field(default="", kw_only=True)
+    gradient_sent: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +196,7 @@ class Decisions:
     """Everything that the search chooses.
 
     `actions` are the lists of the groups of devices that have the same stages, in the order of
-    their first stage; none where `schedule` makes them. Gradients and weights that are gathered
-    travel in `communication_dtype`, where that is given (`quantization`).
+    their first stage; none where `schedule` makes them.
     """
 
     stages: tuple[Stage, ...] = ONE_DEVICE
@@ -208,7 +211,6 @@ class Decisions:
     batch_norm: str = "global"
     master_dtype: str | None = None
     reduce_dtype: str | None = None
-    communication_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nodes", _sorted(self.nodes, lambda n: n.key, "nodes"))
@@ -245,6 +247,12 @@ class Decisions:
         if len(self.stages) == 1:
             return self.stages[0].mesh.num_ranks
         return len({d for stage in self.stages for part in stage.devices for d in part})
+
+    @property
+    def sent_dtypes(self) -> tuple[str, ...]:
+        """Data types in which some weight or gradient travels that are not its own."""
+        every = ((p.weight_sent, p.gradient_sent) for p in self.parameters)
+        return tuple(sorted({dtype for own in every for dtype in own if dtype}))
 
     @property
     def accumulates(self) -> bool:

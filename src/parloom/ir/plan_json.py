@@ -123,7 +123,6 @@ def _decisions(decisions: Decisions) -> dict[str, Any]:
         "batch_norm": decisions.batch_norm,
         "master_dtype": decisions.master_dtype,
         "reduce_dtype": decisions.reduce_dtype,
-        **({"communication_dtype": sent} if (sent := decisions.communication_dtype) else {}),
         "rewrites": list(decisions.rewrites),
         "stages": [
             {
@@ -174,6 +173,9 @@ def _parameter(parameter: ParameterDecision) -> dict[str, Any]:
             result[role] = {"axes": list(storage.axes), "dim": storage.dim}
             if storage.memory != "device":
                 result[role]["memory"] = storage.memory
+    for role in ("weight_sent", "gradient_sent"):
+        if sent := getattr(parameter, role):
+            result[role] = sent
     return result
 
 
@@ -367,7 +369,6 @@ class _Reader:
             batch_norm=document.batch_norm,
             master_dtype=document.master_dtype,
             reduce_dtype=document.reduce_dtype,
-            communication_dtype=document.communication_dtype,
         )
 
     def _actions(self, index: int, text: str) -> tuple[Action, ...]:
@@ -454,7 +455,12 @@ class _Reader:
             storage: schema.StorageDocument = getattr(document, role)
             self._axes(("decisions", "parameters", name, role, "axes"), storage.axes, names)
             storages[role] = Storage(tuple(storage.axes), storage.dim, storage.memory)
-        return ParameterDecision(name, **storages)
+        return ParameterDecision(
+            name,
+            **storages,
+            weight_sent=document.weight_sent,
+            gradient_sent=document.gradient_sent,
+        )
 
     def _activation(
         self, prefix: str, document: str | schema.RecomputedDocument

@@ -78,11 +78,15 @@ class StorageDocument(Document):
 
 
 class ParameterDocument(Document):
-    """Storage of a weight, its gradient and its optimizer state."""
+    """Storage of a weight, its gradient and its optimizer state, and in which data types weights
+    that are gathered in each pass and gradients travel, where that is not their own.
+    """
 
     weight: StorageDocument = StorageDocument()
     gradient: StorageDocument = StorageDocument()
     optimizer: StorageDocument = StorageDocument()
+    weight_sent: Literal["", "int8"] = ""
+    gradient_sent: Literal["", "int8"] = ""
 
 
 class StageDocument(Document):
@@ -128,7 +132,6 @@ class DecisionsDocument(Document):
     batch_norm: Literal["global", "local"]
     master_dtype: str | None
     reduce_dtype: str | None
-    communication_dtype: Literal["int8"] | None = None
     rewrites: list[Name]
     stages: Annotated[list[StageDocument], Field(min_length=1)]
     nodes: dict[Name, dict[Name, list[Name]]]

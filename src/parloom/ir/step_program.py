@@ -10,8 +10,8 @@ chunks over axes W, its gradient over G, its optimizer state over S, where W beg
     each step         reduce_scatter over S without G, all_reduce over what else is partial,
                       update, all_gather over S without W
 
-Along an axis of G or S over which a gradient is not partial, each rank keeps its chunk. Where a
-plan has a `communication_dtype`, weights that are gathered in each pass travel in it, and gradients
+Along an axis of G or S over which a gradient is not partial, each rank keeps its chunk. Weights
+that are gathered in each pass travel in the data type that a plan gives them, and so do gradients
 that one collective makes whole, so that each addend is quantized once; weights that were updated
 are gathered as they are. The cost layer prices these nodes, the generated program lists them and
 the runtime runs them.
@@ -24,7 +24,6 @@ from typing import TypeVar
 from parloom.ir.adjacent import side_by_side
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
-from parloom.ir.plan import Decisions
 
 K = TypeVar("K")
 
@@ -35,7 +34,6 @@ EACH_PASS, EACH_MICROBATCH, EACH_STEP = "forward and backward", "microbatch", "s
 MAX_BUCKET_BYTES = 25 << 20
 MIN_BUCKET_BYTES = 1 << 20
 MIN_BUCKETS = 4
-REAL = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +129,13 @@ def _gathers(units: dict[str, tuple[PParameter, ...]], pcg: PCG) -> Iterator[Ste
     memory of all: those that are adjacent stand beside each other.
     """
     for unit, members in units.items():
-        keys = ((p.decision.weight.axes, p.input.value.spec.dtype) for p in members)
-        for (axes, _), alike in _grouped(zip(keys, members, strict=True)):
+        keys = (
+            (p.decision.weight.axes, p.input.value.spec.dtype, p.decision.weight_sent)
+            for p in members
+        )
+        for (axes, _, sent), alike in _grouped(zip(keys, members, strict=True)):
             ordered = side_by_side(alike, pcg.adjacent)
-            dtype = quantized(pcg.decisions, alike[0].input.value.spec.dtype)
-            yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit, dtype=dtype)
+            yield StepNode("GATHER", "all_gather", axes, ordered, EACH_PASS, unit, dtype=sent)
 
 
 def _reductions(
@@ -157,11 +157,11 @@ def _reductions(
             ("all_reduce", tuple(a for a in partial if a not in state), EACH_STEP),
         ]
         once = sum(pcg.mesh.size(axes) > 1 for _, axes, _ in path) == 1
-        own = pcg.decisions.reduce_dtype or parameter.input.value.spec.dtype
+        sent = parameter.decision.gradient_sent
         for kind, axes, when in path:
             if axes:
                 unit = unit_of.get(parameter.input.value.name)
-                dtype = quantized(pcg.decisions, own) if once and pcg.mesh.size(axes) > 1 else ""
+                dtype = sent if once and pcg.mesh.size(axes) > 1 else ""
                 steps.append(((kind, axes, when, unit, dtype), parameter))
     # A gradient passes its nodes in this order.
     order = ("reduce_scatter", EACH_MICROBATCH), ("reduce_scatter", EACH_STEP)
@@ -169,11 +169,6 @@ def _reductions(
     steps.sort(key=lambda step: rank[step[0][0], step[0][2]])
     for (kind, axes, when, unit, dtype), members in _grouped(steps):
         yield StepNode("REDUCE", kind, axes, members, when, unit, dtype=dtype)
-
-
-def quantized(decisions: Decisions, dtype: str) -> str:
-    """What numbers of `dtype` are quantized to where a plan asks for it; real ones alone are."""
-    return decisions.communication_dtype or "" if dtype in REAL else ""
 
 
 def _publications(trained: tuple[PParameter, ...]) -> Iterator[StepNode]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from parloom.ir.factors import Factored
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.plan import WIDE_DTYPES, Decisions
-from parloom.quantization import COMMUNICATION_DTYPES
+from parloom.quantization import COMMUNICATION_DTYPES, REAL
 
 Problems = Iterator[str]
 Planned = tuple[Factored, Decisions]
@@ -29,10 +29,15 @@ def precision(planned: Planned) -> Problems:
 
 
 def communication(planned: Planned) -> Problems:
-    """In which data type gradients and weights may travel."""
-    _, decisions = planned
-    dtype = decisions.communication_dtype
-    if dtype not in (None, *COMMUNICATION_DTYPES):
-        yield f"communication_dtype {dtype!r} is not one of {', '.join(COMMUNICATION_DTYPES)}"
-    elif dtype and len(decisions.stages) > 1:
-        yield f"communication in {dtype} is not yet executable in pipelines"
+    """In which data types gradients and weights may travel."""
+    factored, decisions = planned
+    for dtype in decisions.sent_dtypes:
+        if dtype not in COMMUNICATION_DTYPES:
+            yield f"{dtype!r}, to send in, is not one of {', '.join(COMMUNICATION_DTYPES)}"
+        elif len(decisions.stages) > 1:
+            yield f"communication in {dtype} is not yet executable in pipelines"
+    own = {entry.target: entry.value.spec.dtype for entry in factored.graph.of_kind("parameter")}
+    for found in decisions.parameters:
+        sent = found.weight_sent or found.gradient_sent
+        if sent and own.get(found.name, REAL[0]) not in REAL:
+            yield f"{found.name} is in {own[found.name]}, of which nothing is sent in {sent}"

@@ -96,9 +96,12 @@ def words(graph: Graph, decisions: Decisions, cluster: Cluster | None = None) ->
             f"the loss is the mean of those of {decisions.num_microbatches} microbatches, each"
             " computed by itself"
         )
-    if decisions.communication_dtype:
-        also = " and gathered weights" * any(p.weight.axes for p in decisions.parameters)
-        lines.append(f"gradients{also} travel in {decisions.communication_dtype}")
+    for dtype in decisions.sent_dtypes:
+        gradients = sum(p.gradient_sent == dtype for p in decisions.parameters)
+        weights = sum(p.weight_sent == dtype for p in decisions.parameters)
+        named = [_count(gradients, "gradient")] * (gradients > 0)
+        named += [_count(weights, "gathered weight")] * (weights > 0)
+        lines.append(f"{' and '.join(named)} travel in {dtype}")
     return (*lines, *rewrites)
 
 

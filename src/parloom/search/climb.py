@@ -26,6 +26,7 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.ir.verify import verify_decisions, verify_pcg
+from parloom.quantization import INT8
 from parloom.search.choices import Place
 from parloom.search.compose import policy_of
 from parloom.search.conflicts import broken
@@ -99,7 +100,7 @@ class Climb:
         self.request, self.program, self.best, self.work = request, program, start, work
         self.rng = Random(request.seed)
         self.counts = request.microbatch_counts(program.factored)
-        self.changes = Changes(program, self.counts, self.rng)
+        self.changes = Changes(program, self.counts, self.rng, request.quantizes)
         # Weights as they lie in the plan that is changed, and in the last one that was simulated.
         self.homes: Mapping[str, PParameter] = {}
         self.latest = self.homes
@@ -198,14 +199,18 @@ def _stored(weight: PParameter, level: Level, mesh: Mesh) -> ParameterDecision:
     parts = (level.weight, level.gradient, level.optimizer)
     first, second, third = (tuple(a for a in axes if a not in home.axes) for axes in parts)
     dim = chunked_dim(home, shape, third, mesh)
-    return Level(first, second, third, dim).decision(weight.input.target)
+    weight_sent = level.weight_sent if first else ""
+    there = replace(level, weight=first, gradient=second, optimizer=third, dim=dim)
+    return replace(there, weight_sent=weight_sent).decision(weight.input.target)
 
 
 class Changes:
     """Random changes of drafts."""
 
-    def __init__(self, program: Program, counts: Sequence[int], rng: Random) -> None:
-        self.program, self.counts, self.rng = program, counts, rng
+    def __init__(
+        self, program: Program, counts: Sequence[int], rng: Random, quantizes: bool = False
+    ) -> None:
+        self.program, self.counts, self.rng, self.quantizes = program, counts, rng, quantizes
         self.rules = [operator.rule for operator in program.operators]
         self.split = [index for index, rule in enumerate(self.rules) if rule.shardable]
         self.neighbors = _neighbors(program)
@@ -269,7 +274,10 @@ class Changes:
         axes = tuple(a.name for a in draft.mesh.axes if a.size > 1 and rng.random() < 0.67)
         alike = (axes,) * 3, ((), axes, axes), ((), (), axes)
         level = Level(*rng.choice((((),) * 3, rng.choice(alike), rng.choice([*nested(axes)]))))
-        whole = Level(level.weight, level.weight, level.weight)
+        if self.quantizes:
+            sent = rng.choice(("", INT8)), rng.choice(("", INT8))
+            level = replace(level, weight_sent=sent[0], gradient_sent=sent[1])
+        whole = Level(*(level.weight,) * 3, weight_sent=level.weight_sent)
         stored = dict(draft.stored) | {t: level if self.trained[t] else whole for t in targets}
         return replace(draft, stored=stored)
 
@@ -349,7 +357,12 @@ def _on(draft: Draft, mesh: Mesh, origin: Sequence[str], rules: Sequence[Rule]) 
             found = _placed(rule, found, mesh, name, place) or found
         layouts.append(found)
     stored = {
-        name: Level(renamed(x.weight), renamed(x.gradient), renamed(x.optimizer))
+        name: replace(
+            x,
+            weight=renamed(x.weight),
+            gradient=renamed(x.gradient),
+            optimizer=renamed(x.optimizer),
+        )
         for name, x in draft.stored.items()
     }
     return replace(draft, mesh=mesh, layouts=tuple(layouts), stored=stored)

@@ -121,8 +121,9 @@ class Composer:
         self.program = layouts.program
         storage = layouts.storage
         self.apart = StoragePrices(
-            storage.walker, storage.decisions, storage.optimizer, latency=False
-        )
+            storage.walker, storage.decisions, storage.optimizer, latency=False,
+            quantizes=storage.quantizes,
+        )  # fmt: skip
         self._fates: dict[Values, tuple[Values, ...]] = {}
 
     def choice_of(self, variable: int, value: int) -> int:

@@ -32,7 +32,13 @@ from parloom.search.refusals import Refusals
 from parloom.search.request import Request
 from parloom.search.solve.columns import Column, ColumnGeneration
 from parloom.search.step_rows import INSTANTS, Passes, ShadowPrices, row_prices
-from parloom.search.storage import WEIGHT_PARTS, Level, StoredWeight, stored_of
+from parloom.search.storage import (
+    WEIGHT_PARTS,
+    Level,
+    StoragePrices,
+    StoredWeight,
+    stored_of,
+)
 from parloom.search.work import Work
 
 # Layouts that are composed, and of these simulated, the best first.
@@ -138,7 +144,9 @@ class ContextSearch:
         self.mesh, self.passes, self.request = mesh, passes, request
         self.base, self.work = base, work
         walker = Walker({}, mesh, request.cluster, request.machine.kernels)
-        self.layouts = LayoutModel(program, walker, base, request.optimizer, shared, menus)
+        asked = walker, base, request.optimizer
+        storage = StoragePrices(*asked, quantizes=request.quantizes)
+        self.layouts = LayoutModel(program, *asked, shared, menus, storage)
         self.columns = ColumnGeneration(self.layouts, passes, work)
         self.composer = Composer(self.layouts, passes, work)
         self.duals = ShadowPrices()

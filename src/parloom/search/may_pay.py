@@ -150,7 +150,7 @@ class Values:
             Made(value.spec, own, of_weights, trained)
             for value, own in zip(node.results, flows, strict=True)
         ]
-        priced = self.costs[:1] * len(self.costs) if of_weights else self.costs
+        priced = [self.costs[0]] * len(self.costs) if of_weights else self.costs
         return made, tuple(own.device.ps(node, specs, own.flows(every)) for own in priced)
 
 

@@ -228,8 +228,8 @@ class Driver:
         return min(known, key=_step_ps, default=None)
 
     def _enough_ps(self, mesh: Mesh) -> float:
-        """The step that a plan on `mesh` must be below: where fewer devices may be used, one that is
-        as fast on these.
+        """The step that a plan on `mesh` must be below: where fewer devices may be used, one that
+        is as fast on these.
         """
         fewer = mesh.num_ranks < self.request.cluster.num_devices and not self.request.all_devices
         return self.best_ps * (1 + SAME if fewer else 1 - NEAR)

@@ -134,7 +134,8 @@ def parameter_ways(  # noqa: PLR0917 - of a plan, and how others are played
     decisions, keys = pcg.decisions, tuple(alike)
     reduce = tuple(axis for axis in parameter.reduce if axis != TIME)
     spec, trainable = parameter.input.value.spec, parameter.input.trainable
-    prices = StoragePrices(walker, decisions, optimizer)
+    sends = bool(decisions.sent_dtypes)
+    prices = StoragePrices(walker, decisions, optimizer, quantizes=sends)
     levels, _ = prices.options(StoredWeight(spec, trainable, False, parameter.layout, reduce))
     now = level_of(parameter.decision)
     others = [level for level in levels if level != now]
@@ -212,6 +213,8 @@ def left_by(decision: ParameterDecision, taken: Axes) -> ParameterDecision:
 
     if not {*decision.weight.axes, *decision.optimizer.axes} & set(taken):
         return decision
+    stored = left(decision.weight), left(decision.gradient), left(decision.optimizer)
+    weight_sent = decision.weight_sent if stored[0].axes else ""
     return ParameterDecision(
-        decision.name, left(decision.weight), left(decision.gradient), left(decision.optimizer)
+        decision.name, *stored, weight_sent=weight_sent, gradient_sent=decision.gradient_sent
     )

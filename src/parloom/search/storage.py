@@ -6,7 +6,8 @@ may travel with it is split and stored as it is.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from math import ceil, prod
 
 import numpy as np
@@ -20,8 +21,8 @@ from parloom.ir.graph import DTYPE_BYTES, TensorSpec
 from parloom.ir.layout import Layout, local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Storage
-from parloom.ir.step_program import bucket_bytes, quantized
-from parloom.quantization import in_blocks
+from parloom.ir.step_program import bucket_bytes
+from parloom.quantization import INT8, REAL, in_blocks
 from parloom.search.choices import subsets
 from parloom.search.pinned import allows_stored
 from parloom.search.pins import Pin
@@ -48,24 +49,34 @@ SIZES = tuple(1 << power for power in range(10, 34))
 # Buffers of the size of a call's weights: gathered for this call and the next, and on the way to
 # it; of its gradients: those of two calls on their way (`cost.transfers`).
 WEIGHTS_AT_ONCE, GRADIENTS_AT_ONCE = 3, 2
+# Bytes of elements of which messages are quantized, where only how many there are is counted.
+WIDTH = DTYPE_BYTES["float32"]
 WeightPrice = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
     """Axes over which weight, gradient and optimizer state are in chunks of dim `dim`, each with
-    those of the one before first.
+    those of the one before first, and in which data types weight and gradient travel that are not
+    their own.
     """
 
     weight: Axes = ()
     gradient: Axes = ()
     optimizer: Axes = ()
     dim: int = 0
+    weight_sent: str = field(default="", kw_only=True)
+    gradient_sent: str = field(default="", kw_only=True)
 
     @property
     def axes(self) -> Axes:
         """All axes of any of them."""
         return self.optimizer
+
+    @property
+    def sends(self) -> bool:
+        """Whether something of it travels in another data type than its own."""
+        return bool(self.weight_sent or self.gradient_sent)
 
     @property
     def zero(self) -> int | None:
@@ -76,13 +87,23 @@ class Level:
     def decision(self, name: str) -> ParameterDecision:
         """As a plan says it."""
         stored = (self.weight, self.gradient, self.optimizer)
-        return ParameterDecision(name, *(Storage(a, self.dim) if a else Storage() for a in stored))
+        storages = (Storage(a, self.dim) if a else Storage() for a in stored)
+        return ParameterDecision(
+            name, *storages, weight_sent=self.weight_sent, gradient_sent=self.gradient_sent
+        )
 
 
 def level_of(decision: ParameterDecision) -> Level:
     """The level of a decision as `Level.decision` makes them."""
     state = decision.optimizer
-    return Level(decision.weight.axes, decision.gradient.axes, state.axes, state.dim)
+    return Level(
+        decision.weight.axes,
+        decision.gradient.axes,
+        state.axes,
+        state.dim,
+        weight_sent=decision.weight_sent,
+        gradient_sent=decision.gradient_sent,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +167,10 @@ def stored_of(program: Program, weight: Weight, layout: Layout, reduce: Axes) ->
 
 class Messages:
     """What messages of weights cost on one mesh; without `latency`, those of block calls that
-    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them:
-    of those that are quantized where a `width` of elements is given.
+    gather and scatter pay for their bytes alone, and `of_call` says what each costs beside them.
     """
 
-    def __init__(self, walker: Walker, latency: bool, width: int = 0) -> None:
-        self.width = width
+    def __init__(self, walker: Walker, latency: bool) -> None:
         self.walker, self.mesh, self.latency = walker, walker.mesh, latency
         self.rates: dict[tuple[str, Axes, int, int], float] = {}
         self.links = Links(walker.cluster)
@@ -178,14 +197,16 @@ class Messages:
         `level`: gathered twice, and if it `reduces`, gradients scattered.
         """
         found = np.zeros(WEIGHT_PARTS, dtype=np.int64)
-        gathered = picoseconds(self.exchange("all_gather", level.weight, 1, self.width).seconds)
+        width = WIDTH if level.weight_sent else 0
+        gathered = picoseconds(self.exchange("all_gather", level.weight, 1, width).seconds)
         found[AGAIN] = gathered
         found[ALONE] = gathered // units
         found[GATHERED] = gathered - found[ALONE]
+        width = WIDTH if level.gradient_sent else 0
         scattered = (CHUNKED, level.gradient), (REDUCED, level.optimizer[len(level.gradient) :])
         for part, axes in scattered if reduces else ():
             if axes:
-                sent = picoseconds(self.exchange("reduce_scatter", axes, 1, self.width).seconds)
+                sent = picoseconds(self.exchange("reduce_scatter", axes, 1, width).seconds)
                 found[AFTER] += sent // units
                 found[part] = sent - sent // units
         return found
@@ -236,15 +257,22 @@ class Messages:
 class StoragePrices:
     """Prices of storage on one mesh under one policy of dtypes and one optimizer.
 
-    Without `latency`, weights of a block call pay for their bytes alone (see `Messages`).
+    Without `latency`, weights of a block call pay for their bytes alone (see `Messages`). Where it
+    `quantizes`, weights and gradients may travel in int8, each for itself.
     """
 
     def __init__(
-        self, walker: Walker, decisions: Decisions, optimizer: Optimizer, *, latency: bool = True
+        self,
+        walker: Walker,
+        decisions: Decisions,
+        optimizer: Optimizer,
+        *,
+        latency: bool = True,
+        quantizes: bool = False,
     ) -> None:
         self.walker, self.mesh = walker, walker.mesh
-        self.decisions, self.optimizer = decisions, optimizer
-        self.messages = Messages(walker, latency, self.quantizes("float32"))
+        self.decisions, self.optimizer, self.quantizes = decisions, optimizer, quantizes
+        self.messages = Messages(walker, latency)
         # Adam's denominators of all weights at once (`cost.parameters`).
         fused = walker.kernels.software.fused_optimizer or walker.cluster.backend == "gloo"
         self.denominators = optimizer.num_states > 1 and not fused
@@ -260,14 +288,24 @@ class StoragePrices:
             )
             prices = np.array([self.price(weight, level) for level in levels], dtype=np.int64)
             prices = prices.reshape(-1, WEIGHT_PARTS)
-            # Of those over different axes, the ones that no other undercuts in every part.
-            plain = np.array([level.zero is not None for level in levels], dtype=bool)
+            # Of those over different axes, or quantized, what no other undercuts in every part.
+            plain = np.array([level.zero is not None and not level.sends for level in levels], bool)
             kept = plain | ~_dominated(prices)
             levels = tuple(level for level, some in zip(levels, kept, strict=True) if some)
             self.known[weight] = levels, prices[kept]
         return self.known[weight]
 
     def _levels(self, weight: StoredWeight) -> Iterator[Level]:
+        for level in self._exact(weight):
+            yield level
+            if self.quantizes and weight.spec.dtype in REAL:
+                weights = ("", INT8) if level.weight else ("",)
+                once = sum(self.mesh.size(axes) > 1 for axes in self._path(weight, level)) == 1
+                gradients = ("", INT8) if weight.trainable and once else ("",)
+                for sent in islice(product(weights, gradients), 1, None):
+                    yield replace(level, weight_sent=sent[0], gradient_sent=sent[1])
+
+    def _exact(self, weight: StoredWeight) -> Iterator[Level]:
         yield Level()
         for axes in filter(None, subsets(self.free(weight))):
             dim = self.dim(weight, axes)
@@ -301,7 +339,7 @@ class StoragePrices:
         gradient = DTYPE_BYTES[self.decisions.reduce_dtype or weight.spec.dtype]
         if level.weight:
             unit = weight.unit_elements
-            sent = whole * width, unit, self.quantizes(weight.spec.dtype)
+            sent = whole * width, unit, width if level.weight_sent else 0
             gathered = self.messages.share(found, weight, "all_gather", level.weight, *sent)
             found[[GATHERED, AGAIN] if weight.block else ALONE] = gathered
             found[STORED] += _pooled(weight, level, whole * width, whole * gradient)
@@ -329,10 +367,6 @@ class StoragePrices:
         found[UPDATING] += owned * (master if self.denominators else width if apart else 0)
         return found
 
-    def quantizes(self, dtype: str) -> int:
-        """The bytes of an element of `dtype` where what travels of it is quantized, else 0."""
-        return DTYPE_BYTES[dtype] if quantized(self.decisions, dtype) else 0
-
     def _collect(
         self,
         found: WeightPrice,
@@ -351,6 +385,13 @@ class StoragePrices:
         if level.weight and not weight.block:
             found[MOVING] = whole
 
+    def _path(self, weight: StoredWeight, level: Level) -> tuple[Axes, Axes, Axes]:
+        """The axes over which a gradient is reduced: in every microbatch, and twice once a step."""
+        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
+        each = tuple(a for a in level.gradient if a in partial)
+        once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
+        return each, once, tuple(a for a in partial if a not in level.optimizer)
+
     def _reduce(self, found: WeightPrice, weight: StoredWeight, level: Level, size: int) -> None:
         """Reducing the gradient as `ir.step_program` says: in every microbatch to how it is stored,
         once a step to how its optimizer state is stored.
@@ -358,14 +399,10 @@ class StoragePrices:
         unit = weight.unit_elements if level.weight else 0
         # What is reduced last arrives when nothing is computed any more.
         late = weight.units if unit else int(weight.last)  # one of so many; none
-        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
         state = size // self.mesh.size(level.optimizer)
-        each = tuple(a for a in level.gradient if a in partial)
-        once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
-        rest = tuple(a for a in partial if a not in level.optimizer)
-        path = [axes for axes in (each, once, rest) if self.mesh.size(axes) > 1]
+        each, once, rest = self._path(weight, level)
         dtype = self.decisions.reduce_dtype or weight.spec.dtype
-        width = self.quantizes(dtype) if len(path) == 1 else 0
+        width = DTYPE_BYTES[dtype] if level.gradient_sent else 0
         # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
         early = CHUNKED if weight.block or not level.weight else ALONE
         for part, kind, axes, left in (

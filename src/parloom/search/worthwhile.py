@@ -39,7 +39,7 @@ def worthwhile(request: Request, functions: Sequence[Function]) -> Iterator[Take
     """Ways to compute values of these functions by rules that pins leave."""
     if not any(request.pinned.allows_rewrite((rule,)) for rule in rule_names()):
         return
-    graph, every = request.graph, (*request.graph.functions, request.graph.main)
+    every = (*request.graph.functions, request.graph.main)
     costs, more_ps = dict[str, list[FunctionCosts]](), list[float]()
     for device in _devices(request):
         each = {own.name: FunctionCosts(device, own.name) for own in every}

@@ -20,7 +20,6 @@ from parloom.ir.expected import Status
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions
 from parloom.ir.stages import stage_items
-from parloom.quantization import INT8
 from parloom.rewrite.rewrites import takes_of
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
@@ -55,9 +54,7 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 
 
 def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Searched:
-    """Plans of one stage, with modules as blocks, too, and pipelines; those of one stage once more
-    with quantized communication, where that is allowed; bounds are of all.
-    """
+    """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all."""
     if not request.pinned.allows_stages(1):
         return pipelines_alone(request, base, say)
     answers: list[Searched] = []
@@ -70,12 +67,6 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
     plain = search_with_blocks(request, base, say, pipelines)
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
-    several = request.cluster.num_devices > 1
-    if request.quantizes and several and plain.status is not Status.INTERRUPTED:
-        say(f"searching with gradients and weights in {INT8}")
-        own = replace(request, budget=plain.work_left)
-        sent = replace(base, communication_dtype=INT8)
-        answers.append(search_with_blocks(own, sent, say))
     return reduce(Searched.beside, answers, plain)
 
 
@@ -99,12 +90,13 @@ def search_pipelines(
     request: Request, base: Decisions, best: SimulatedPlan | None, say: Say
 ) -> Searched | None:
     """Pipelines that are faster than `best`, and what none takes less than; None where there are
-    none such. They have the form of `best`, or the one with which one device computes least; where
-    that changes main, the model's own comes first, in which branches that a rewrite joins may be on
-    different devices, and says what promises most.
+    none such. What they send is not quantized. They have the form of `best`, or the one with which
+    one device computes least; where that changes main, the model's own comes first, in which
+    branches that a rewrite joins may be on different devices, and says what promises most.
     """
     if request.cluster.num_devices == 1 or request.wanted is Wanted.PRICE:
         return None
+    request = replace(request, quantizes=False)
     if request.batch_semantics != GLOBAL:  # some methods make pipelines of them
         least_ps = least_pipeline_ps(Contexts(request, base, forms_for(request)))
         return Searched((), least_ps, inf, left_out=APART, work_left=request.budget)

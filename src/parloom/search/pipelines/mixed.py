@@ -68,6 +68,7 @@ class AcrossParts:
 def across_parts(request: Request, base: Decisions, best_ps: float, say: Say) -> AcrossParts:
     """Pipelines over the parts of a mixed cluster; `best_ps` is the fastest plan on one of them."""
     bound_ps, search, status = 0.0, None, Status.COMPLETE
+    request = replace(request, quantizes=False)  # as in pipelines
     form = RewrittenRequest(request, ())
     try:
         forms = [Contexts(own, base, forms_for(own)) for _, own in request.regular()]
