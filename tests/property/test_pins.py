@@ -313,7 +313,11 @@ def test_a_mesh_that_only_auto_makes_can_be_pinned() -> None:
     graph, base = model(), Decisions()
     free = Request(graph, DataSheets(EIGHT), ADAM, PLENTY, 1, wanted=Wanted.PLAN)
     proposals = search(free, base, lambda text: None).proposals
-    chosen = next(p for p in proposals if len(p.decisions.mesh.axes) == 3)
+    split = {
+        plan: {axis for node in plan.decisions.nodes for _, axes in node.factors for axis in axes}
+        for plan in proposals
+    }
+    chosen = next(plan for plan, axes in split.items() if "z" in axes)
     texts = [
         f"{node.key}={factor}:{axis}"
         for node in chosen.decisions.nodes

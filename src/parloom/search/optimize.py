@@ -176,12 +176,11 @@ class Driver:
             return
         self._improve(SHORT)
         self._refine()
-        parts = chain(self.request.parts(), self.request.repeated())
-        for request in parts if self.best_ps < inf else ():
+        for request in chain(self.request.parts(), self.request.repeated()):
             contexts = self.contexts.on_part(request)
             devices = request.cluster.num_devices
-            enough_ps = self._enough_ps(contexts.meshes[0])
-            if least_work_ps(contexts) / devices > enough_ps:
+            enough_ps = self._enough_ps(devices)
+            if not least_work_ps(contexts) / devices <= enough_ps < inf:
                 break
             self.on[devices] = contexts
             self._look_on(contexts.meshes)
@@ -227,11 +226,9 @@ class Driver:
         known = chain(filter(None, [self.incumbent]), fitting, self.climbed)
         return min(known, key=_step_ps, default=None)
 
-    def _enough_ps(self, mesh: Mesh) -> float:
-        """The step that a plan on `mesh` must be below: where fewer devices may be used, one that
-        is as fast on these.
-        """
-        fewer = mesh.num_ranks < self.request.cluster.num_devices and not self.request.all_devices
+    def _enough_ps(self, devices: int) -> float:
+        """The step that plans on so many must be below; where fewer may do, one that is as fast."""
+        fewer = devices < self.request.cluster.num_devices and not self.request.all_devices
         return self.best_ps * (1 + SAME if fewer else 1 - NEAR)
 
     def _is_beaten(self, mesh: Mesh, count: int) -> bool:
@@ -239,7 +236,7 @@ class Driver:
         no limit: more microbatches compute and send no less.
         """
         return any(
-            count % fewer == 0 and bound >= self._enough_ps(mesh)
+            count % fewer == 0 and bound >= self._enough_ps(mesh.num_ranks)
             for (other, fewer), bound in self.unlimited.items()
             if other == mesh
         )
@@ -278,9 +275,9 @@ class Driver:
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
         expected_ps = _expected_ps(context, parent, self.every()) if parent else 0.0
         if self._promises(context) and expected_ps < self.best_ps * (1 - BETTER):
-            context.run(self.duals, self._enough_ps(mesh) / min(1.0, self.seen.ratio))
+            context.run(self.duals, self._enough_ps(mesh.num_ranks) / min(1.0, self.seen.ratio))
             if self._promises(context):
-                before, enough = self.best_ps, self._enough_ps(mesh)
+                before, enough = self.best_ps, self._enough_ps(mesh.num_ranks)
                 self.best_ps = min(before, context.improve(max(before, enough), self.seen))
                 if self.best_ps < before:
                     self.duals = context.duals
@@ -291,7 +288,7 @@ class Driver:
         those did that were simulated.
         """
         bound = context.columns.bound_ps(context.limit)
-        enough = self._enough_ps(context.mesh)
+        enough = self._enough_ps(context.mesh.num_ranks)
         return bound < enough and self.seen.promises(bound, max(enough, self.best_ps))
 
     def _refine(self) -> None:

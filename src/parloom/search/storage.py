@@ -298,12 +298,8 @@ class StoragePrices:
     def _levels(self, weight: StoredWeight) -> Iterator[Level]:
         for level in self._exact(weight):
             yield level
-            if self.quantizes and weight.spec.dtype in REAL:
-                weights = ("", INT8) if level.weight else ("",)
-                once = sum(self.mesh.size(axes) > 1 for axes in self._path(weight, level)) == 1
-                gradients = ("", INT8) if weight.trainable and once else ("",)
-                for sent in islice(product(weights, gradients), 1, None):
-                    yield replace(level, weight_sent=sent[0], gradient_sent=sent[1])
+            if self.quantizes:
+                yield from _in_int8(weight, level, self.mesh)
 
     def _exact(self, weight: StoredWeight) -> Iterator[Level]:
         yield Level()
@@ -385,13 +381,6 @@ class StoragePrices:
         if level.weight and not weight.block:
             found[MOVING] = whole
 
-    def _path(self, weight: StoredWeight, level: Level) -> tuple[Axes, Axes, Axes]:
-        """The axes over which a gradient is reduced: in every microbatch, and twice once a step."""
-        partial = tuple(a for a in self.mesh.names if a in weight.reduce)
-        each = tuple(a for a in level.gradient if a in partial)
-        once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
-        return each, once, tuple(a for a in partial if a not in level.optimizer)
-
     def _reduce(self, found: WeightPrice, weight: StoredWeight, level: Level, size: int) -> None:
         """Reducing the gradient as `ir.step_program` says: in every microbatch to how it is stored,
         once a step to how its optimizer state is stored.
@@ -400,7 +389,7 @@ class StoragePrices:
         # What is reduced last arrives when nothing is computed any more.
         late = weight.units if unit else int(weight.last)  # one of so many; none
         state = size // self.mesh.size(level.optimizer)
-        each, once, rest = self._path(weight, level)
+        each, once, rest = _path(weight, level, self.mesh)
         dtype = self.decisions.reduce_dtype or weight.spec.dtype
         width = DTYPE_BYTES[dtype] if level.gradient_sent else 0
         # Gradients of whole weights are scattered as they arrive, those of gathered ones later.
@@ -419,6 +408,24 @@ class StoragePrices:
             exposed = sent // late if late else 0
             found[part] += sent - exposed
             found[AFTER] += exposed
+
+
+def _path(weight: StoredWeight, level: Level, mesh: Mesh) -> tuple[Axes, Axes, Axes]:
+    """The axes over which a gradient is reduced: in every microbatch, and twice once a step."""
+    partial = tuple(a for a in mesh.names if a in weight.reduce)
+    each = tuple(a for a in level.gradient if a in partial)
+    once = tuple(a for a in level.optimizer[len(level.gradient) :] if a in partial)
+    return each, once, tuple(a for a in partial if a not in level.optimizer)
+
+
+def _in_int8(weight: StoredWeight, level: Level, mesh: Mesh) -> Iterator[Level]:
+    """The same with the weight, its gradient, or both in int8 on their way, where that may be."""
+    if weight.spec.dtype in REAL:
+        weights = ("", INT8) if level.weight else ("",)
+        once = sum(mesh.size(axes) > 1 for axes in _path(weight, level, mesh)) == 1
+        gradients = ("", INT8) if weight.trainable and once else ("",)
+        for weight_sent, gradient_sent in islice(product(weights, gradients), 1, None):
+            yield replace(level, weight_sent=weight_sent, gradient_sent=gradient_sent)
 
 
 def _pooled(weight: StoredWeight, level: Level, size: int, gradient: int) -> int:
