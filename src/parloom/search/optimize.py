@@ -179,8 +179,7 @@ class Driver:
         for request in chain(self.request.parts(), self.request.repeated()):
             contexts = self.contexts.on_part(request)
             devices = request.cluster.num_devices
-            enough_ps = self._enough_ps(devices)
-            if not least_work_ps(contexts) / devices <= enough_ps < inf:
+            if not least_work_ps(contexts) / devices <= self._enough_ps(devices) < inf:
                 break
             self.on[devices] = contexts
             self._look_on(contexts.meshes)

@@ -296,17 +296,12 @@ class StoragePrices:
         return self.known[weight]
 
     def _levels(self, weight: StoredWeight) -> Iterator[Level]:
-        for level in self._exact(weight):
-            yield level
-            if self.quantizes:
-                yield from _in_int8(weight, level, self.mesh)
-
-    def _exact(self, weight: StoredWeight) -> Iterator[Level]:
-        yield Level()
-        for axes in filter(None, subsets(self.free(weight))):
-            dim = self.dim(weight, axes)
+        for axes in ((), *filter(None, subsets(self.free(weight)))):
+            dim = self.dim(weight, axes) if axes else 0
             for stored in nested(axes) if weight.trainable else [(axes, axes, axes)]:
-                yield Level(*stored, dim)
+                yield (level := Level(*stored, dim))
+                if self.quantizes:
+                    yield from _in_int8(weight, level, self.mesh)
 
     def free(self, weight: StoredWeight) -> Axes:
         """The axes of devices that replicate a weight."""
