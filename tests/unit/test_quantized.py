@@ -29,6 +29,7 @@ from parloom.search.quantized import in_int8 as all_in_int8
 from parloom.search.stream_bound import least_step_ps
 from tests.property.searched import ADAM, context_of, random_graph
 from tests.property.test_streams import good_plans, random_plans
+from tests.unit.graphs import stack
 from tests.unit.step_price import price_plan
 from tests.unit.test_plan_json import example
 from tests.unit.test_step import NAMES, TEXT, WEIGHTS, data_parallel
@@ -166,6 +167,18 @@ def test_no_quantized_plan_is_below_its_bound(seed: int) -> None:
         tried += 1
         assert bound <= simulate(pcg, cluster, plan, ADAM).step_ps * (1 + 1e-9)
     assert tried > 2
+
+
+def test_plans_say_what_the_search_sends_of_weights_that_are_whole() -> None:
+    """A whole weight says nothing of chunks, and its gradient is sent in int8."""
+    cluster, graph = load_cluster("4x1xcpu"), stack(2, batch=4096, width=512)
+    (mesh,) = logical_meshes(cluster, 1)
+    found = [
+        (parameter.optimizer.axes, parameter.gradient_sent)
+        for plan in good_plans(context_of(graph, cluster, mesh, quantizes=True))
+        for parameter in plan.parameters
+    ]
+    assert ((), INT8) in found
 
 
 class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]

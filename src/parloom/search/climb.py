@@ -181,7 +181,7 @@ class Climb:
                     NodeDecision(key, tuple(draft.layouts[index].items()))
                     for key, index in self.program.index.items()
                 ),
-                parameters=tuple(p for p in parameters if p.optimizer.axes),
+                parameters=tuple(p for p in parameters if level_of(p).says),
                 activations=tuple(draft.remade.values()),
                 num_microbatches=draft.num_microbatches,
             )

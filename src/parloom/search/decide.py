@@ -41,7 +41,7 @@ def decisions_of(
         parameters += [
             level.decision(target)
             for level, target in zip(levels, weight.targets, strict=True)
-            if level.optimizer
+            if level.says
         ]
     activations = [
         decision

@@ -79,6 +79,11 @@ class Level:
         return bool(self.weight_sent or self.gradient_sent)
 
     @property
+    def says(self) -> bool:
+        """Whether a plan says it: it has chunks, or sends something as what it is not."""
+        return bool(self.optimizer) or self.sends
+
+    @property
     def zero(self) -> int | None:
         """The ZeRO level; None where they are in chunks over different axes."""
         stored = [axes for axes in (self.weight, self.gradient, self.optimizer) if axes]
