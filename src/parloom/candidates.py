@@ -38,9 +38,12 @@ from parloom.errors import (
     one_line,
 )
 from parloom.ir.expected import Status
+from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.regular_parts import RegularPart, moved_by
+from parloom.ir.step_program import as_sent
 from parloom.quantization import INT8
+from parloom.rewrite.rewrites import rewritten
 from parloom.search.blocks import smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -340,7 +343,10 @@ def _quantized(request: Request, found: Sequence[ScoredPlan]) -> list[ScoredPlan
         own = plan.decisions
         if len(own.stages) > 1 or own.num_ranks == 1 or own.sent_dtypes:
             continue
-        decisions = in_int8(own, request.graph)
+        graph = rewritten(request.graph, own.rewrites)
+        decisions = as_sent(lower(graph, in_int8(own, graph)))
+        if not decisions.sent_dtypes:
+            continue
         prediction = request.on(own.num_ranks).predict(decisions)
         if prediction.step_s < plan.prediction.step_s:
             name = f"{plan.name}, {INT8}"

@@ -9,13 +9,17 @@ from parloom.candidates import candidates
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
 from parloom.errors import InputError
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Graph
 from parloom.ir.mesh import Cluster, HourlyPrice, check_part, part_of, part_sizes
 from parloom.ir.plan import Decisions
 from parloom.report.words import part_words
 from parloom.search.contexts import Contexts
 from parloom.search.least_compute import least_compute_ps, least_work_ps
+from parloom.search.meshes import logical_meshes, on_all
 from parloom.search.optimize import Driver, search
+from parloom.search.pinned import resolve
+from parloom.search.pins import parse_pin
 from parloom.search.request import Request
 from parloom.search.searched import Searched
 from tests.property.searched import ADAM, random_graph
@@ -110,6 +114,22 @@ def test_all_devices_may_repeat_what_a_part_does(seed: int) -> None:
     whole = searched(replace(asked, all_devices=True))
     assert {plan.decisions.num_ranks for plan in whole.proposals} == {8}
     assert whole.proposals[0].step_ps <= alone * (1 + 5e-3)
+
+
+def test_a_part_is_not_repeated_where_meshes_are_pinned_or_have_no_name_left() -> None:
+    asked = replace(request_of(model(), NODES), all_devices=True)
+    assert [part.cluster.num_devices for part in asked.repeated()] == [4, 2, 1]
+    assert not list(request_of(model(), NODES).repeated())
+    pinned = resolve([parse_pin("mesh=2x4", forbidden=True)], model(), factorize(model()))
+    assert not list(replace(asked, pinned=pinned).repeated())
+    part = part_of(load_cluster("8x8xH100"), 16)
+    four = next(mesh for mesh in logical_meshes(part, 4) if len(mesh.axes) == 4)
+    assert on_all(four, load_cluster("8x8xH100")) is None
+    (one,) = logical_meshes(part, 1)
+    whole = on_all(one, load_cluster("8x8xH100"))
+    assert whole is not None
+    assert (whole.names, whole.num_ranks, whole.axes[1]) == (("y", "x"), 64, one.axes[0])
+    assert whole.is_nested
 
 
 @pytest.mark.parametrize("graph", [model(), perceptron(), random_graph(Random(1), num_operators=6)])

@@ -19,7 +19,7 @@ from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, grid
 from parloom.ir.plan import Decisions, Optimizer, ParameterDecision, Stage, Storage, one_stage
 from parloom.ir.plan_json import plan_from_json, plan_to_json
-from parloom.ir.step_program import step_program
+from parloom.ir.step_program import as_sent, step_program
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions
 from parloom.quantization import BLOCK, INT8, QUANTIZED, in_blocks, payload_bytes
@@ -179,6 +179,21 @@ def test_plans_say_what_the_search_sends_of_weights_that_are_whole() -> None:
         for parameter in plan.parameters
     ]
     assert ((), INT8) in found
+
+
+def test_what_is_not_sent_so_is_not_said() -> None:
+    """A gradient of two collectives, and one that no collective makes whole."""
+    mesh = grid({"x": 2, "y": 2})
+    plan = data_parallel(load_cluster("4xcpu"))
+    nodes = tuple(replace(n, factors=(("d0", ("x", "y")),)) for n in plan.nodes)
+    near = Storage(("y",))
+    decisions = Decisions(one_stage(mesh), nodes, (ParameterDecision(NAMES[0], near, near, near),))
+    found = {p.name: p for p in as_sent(lower(GRAPH, in_int8(decisions))).parameters}
+    assert (found[NAMES[0]].weight_sent, found[NAMES[0]].gradient_sent) == (INT8, "")
+    assert found[NAMES[1]].gradient_sent == INT8
+    alone = in_int8(Decisions(one_stage(grid({}))))
+    assert alone.sent_dtypes == (INT8,)
+    assert not as_sent(lower(GRAPH, alone)).sent_dtypes
 
 
 class Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]

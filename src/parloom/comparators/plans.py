@@ -10,7 +10,7 @@ import numpy as np
 from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
-from parloom.ir.plan import GLOBAL, Decisions, NodeDecision, ParameterDecision, Storage, one_stage
+from parloom.ir.plan import GLOBAL, Decisions, NodeDecision, Storage, one_stage
 from parloom.ir.samples import sample_dims
 from parloom.search.folding import program_of
 from parloom.search.layout_model import LayoutModel
@@ -98,7 +98,7 @@ def planned(
             level.decision(target)
             for weight, level in zip(program.weights, levels, strict=True)
             for target in weight.targets
-            if level.axes
+            if level.says
         ),
     )
 
@@ -135,7 +135,12 @@ def joined(plan: Decisions) -> Decisions:
             for n in plan.nodes
         ),
         parameters=tuple(
-            ParameterDecision(p.name, chunks(p.weight), chunks(p.gradient), chunks(p.optimizer))
+            replace(
+                p,
+                weight=chunks(p.weight),
+                gradient=chunks(p.gradient),
+                optimizer=chunks(p.optimizer),
+            )
             for p in plan.parameters
         ),
     )

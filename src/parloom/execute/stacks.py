@@ -8,7 +8,7 @@ nothing where their block was dropped.
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parloom.ir.graph import FlatNode
 from parloom.ir.plan import Decisions
@@ -49,8 +49,8 @@ def blocks_of(
     stored: dict[tuple[str, int], list[object]] = {}
     for parameter in decisions.parameters:
         for prefix, index, rest in _entries(parameter.name):
-            storage = (rest, parameter.weight, parameter.gradient, parameter.optimizer)
-            stored.setdefault((prefix, index), []).append(storage)
+            decided_so = rest, replace(parameter, name="")
+            stored.setdefault((prefix, index), []).append(decided_so)
     result: Blocks = {}
     for prefix, blocks in keys.items():
         for index, found in sorted(blocks.items()):

@@ -24,6 +24,7 @@ from typing import TypeVar
 from parloom.ir.adjacent import side_by_side
 from parloom.ir.graph import DTYPE_BYTES
 from parloom.ir.pcg import PCG, TIME, PCall, PParameter, operands_of, results_of
+from parloom.ir.plan import Decisions
 
 K = TypeVar("K")
 
@@ -169,6 +170,27 @@ def _reductions(
     steps.sort(key=lambda step: rank[step[0][0], step[0][2]])
     for (kind, axes, when, unit, dtype), members in _grouped(steps):
         yield StepNode("REDUCE", kind, axes, members, when, unit, dtype=dtype)
+
+
+def as_sent(pcg: PCG) -> Decisions:
+    """The decisions of a program without data types in which nothing of it is sent."""
+    sent = {
+        (node.action, parameter.input.target): node.dtype
+        for node in step_program(pcg)
+        for parameter in node.parameters
+        if node.dtype
+    }
+    return replace(
+        pcg.decisions,
+        parameters=tuple(
+            replace(
+                own,
+                weight_sent=sent.get(("GATHER", own.name), ""),
+                gradient_sent=sent.get(("REDUCE", own.name), ""),
+            )
+            for own in pcg.decisions.parameters
+        ),
+    )
 
 
 def _publications(trained: tuple[PParameter, ...]) -> Iterator[StepNode]:

@@ -8,7 +8,7 @@ from parloom.cost.ledger import AGAIN, COMPUTING, MAIN, STEP, WAITING, Cause
 from parloom.cost.tasks import COMPONENTS
 from parloom.ir.mesh import MeshAxis
 from parloom.ir.pcg import PParameter
-from parloom.ir.plan import Storage
+from parloom.ir.plan import ParameterDecision, Storage
 from parloom.ir.text import parse_graph
 from parloom.report.case import Case
 from parloom.report.costs import plan_cost_document
@@ -152,10 +152,9 @@ def _parameters(case: Case) -> Iterator[Document]:
     """Parameters that are stored alike, by place, with the bytes of one device."""
     groups: dict[tuple[str, ...], list[PParameter]] = defaultdict(list)
     for parameter in case.pcg.parameters:
-        decision = parameter.decision
         split = ", ".join(parameter.layout.axes)
-        stored = (decision.weight, decision.gradient, decision.optimizer)
-        key = (case.place_of(parameter.input.target), split, *map(storage_words, stored))
+        stored = stored_words(parameter.decision).values()
+        key = (case.place_of(parameter.input.target), split, *stored)
         groups[key].append(parameter)
     prices, mesh = case.priced.parameters, case.pcg.mesh
     for (place, split, weight, gradient, optimizer), members in groups.items():
@@ -177,6 +176,15 @@ def _parameters(case: Case) -> Iterator[Document]:
             ),
             "optimizer_bytes": sum(prices.state_bytes(p, "device") for p in trained),
         }
+
+
+def stored_words(decision: ParameterDecision) -> dict[str, str]:
+    """How weight, gradient and optimizer state lie, and what the first two are sent in."""
+    sent = {"weight": decision.weight_sent, "gradient": decision.gradient_sent}
+    return {
+        role: storage_words(getattr(decision, role)) + (f", sent in {dtype}" if dtype else "")
+        for role, dtype in (sent | {"optimizer": ""}).items()
+    }
 
 
 def storage_words(storage: Storage) -> str:

@@ -1,6 +1,7 @@
 """One name of a plan explained: how it lies, what it costs, and what else it could have been."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from parloom.cost.ledger import MAIN
@@ -24,7 +25,7 @@ from parloom.report.edges import (
     values_of,
     variant_of,
 )
-from parloom.report.explain import Document, storage_words
+from parloom.report.explain import Document, stored_words
 from parloom.report.grid import chunks, grid
 from parloom.report.names import Below, Named, Tensor
 from parloom.report.naming import split_words
@@ -202,12 +203,7 @@ def _way(case: Case, way: Way, flat: FlatNode | None) -> Document:
         factors = {factor: list(axes) for factor, axes in way.chosen}
         words = _splits(case, way.decisions, flat)
         return document | {"factors": factors, "splits": words}
-    stored = way.chosen.decision("")
-    return document | {
-        "weight": storage_words(stored.weight),
-        "gradient": storage_words(stored.gradient),
-        "optimizer": storage_words(stored.optimizer),
-    }
+    return document | stored_words(way.chosen.decision(""))
 
 
 # Parameters and other inputs
@@ -235,6 +231,9 @@ def _parameter(case: Case, entry: Input, factored: Factored, play: Play, most: i
     } | {"name": entry.target}
 
 
+ROLES = ("weight", "gradient", "optimizer")
+
+
 def _storage(case: Case, parameter: PParameter) -> Document:
     """How weight, gradient and optimizer state are stored, and bytes of them on each device."""
     entry, decision = parameter.input, parameter.decision
@@ -242,6 +241,7 @@ def _storage(case: Case, parameter: PParameter) -> Document:
               "optimizer": decision.optimizer}  # fmt: skip
     shape = local_shape(parameter.layout, entry.value.spec.shape, case.pcg.mesh)
     found, mesh = case.priced.parameters, case.pcg.mesh
+    words = stored_words(decision)
     sizes = {
         "weight": parameter.elements(mesh, decision.weight) * found.width(parameter),
         "gradient": parameter.elements(mesh, decision.gradient) * found.gradient_width(parameter),
@@ -249,7 +249,7 @@ def _storage(case: Case, parameter: PParameter) -> Document:
     }
     return {
         role: {
-            "words": storage_words(storage),
+            "words": words[role],
             "bytes": sizes[role] if entry.trainable or role == "weight" else 0,
             "grid": chunks(storage, shape[storage.dim], case.mesh).document()
             if storage.axes
@@ -276,8 +276,7 @@ def _alike(case: Case, parameter: PParameter) -> tuple[str, ...]:
 
 
 def _stored(parameter: PParameter) -> object:
-    decision = parameter.decision
-    return decision.weight, decision.gradient, decision.optimizer
+    return replace(parameter.decision, name="")
 
 
 def _suffix(case: Case, target: str) -> str:
@@ -337,9 +336,7 @@ def _module(case: Case, below: Below, factored: Factored) -> Document:
                 "is": entry.kind,
                 "shape": list(entry.value.spec.shape),
                 "layout": describe(layout, entry.value.spec.shape, case.mesh),
-                "weight": storage_words(found.decision.weight) if found else "",
-                "gradient": storage_words(found.decision.gradient) if found else "",
-                "optimizer": storage_words(found.decision.optimizer) if found else "",
+                **(stored_words(found.decision) if found else dict.fromkeys(ROLES, "")),
             }
         )
     return {"kind": MODULE, "name": below.path, "operators": operators, "inputs": inputs}

@@ -25,8 +25,9 @@ from parloom.ir.plan import (
     ParameterDecision,
     one_stage,
 )
+from parloom.ir.step_program import as_sent
 from parloom.ir.verify import verify_decisions, verify_pcg
-from parloom.quantization import INT8
+from parloom.quantization import INT8, REAL
 from parloom.search.choices import Place
 from parloom.search.compose import policy_of
 from parloom.search.conflicts import broken
@@ -189,7 +190,7 @@ class Climb:
             self.latest = {p.input.target: p for p in pcg.parameters}
             known = (name in like and like[name].layout for name in draft.stored)
             if all(map(eq, known, (self.latest[name].layout for name in draft.stored))):
-                return decisions, pcg
+                return as_sent(pcg) if decisions.sent_dtypes else decisions, pcg
             like = self.latest
 
 
@@ -274,7 +275,7 @@ class Changes:
         axes = tuple(a.name for a in draft.mesh.axes if a.size > 1 and rng.random() < 0.67)
         alike = (axes,) * 3, ((), axes, axes), ((), (), axes)
         level = Level(*rng.choice((((),) * 3, rng.choice(alike), rng.choice([*nested(axes)]))))
-        if self.quantizes:
+        if self.quantizes and weight.spec.dtype in REAL:
             sent = rng.choice(("", INT8)), rng.choice(("", INT8))
             level = replace(level, weight_sent=sent[0], gradient_sent=sent[1])
         whole = Level(*(level.weight,) * 3, weight_sent=level.weight_sent)

@@ -8,8 +8,9 @@ be the best are simulated first, whichever context they are of.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import count, islice, product
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from parloom.search.step_rows import (
     row_prices,
     step_sums,
 )
-from parloom.search.storage import AFTER, GATHERED
+from parloom.search.storage import AFTER, GATHERED, Level
 
 # Operators of plans that are simulated in all, and the fewest and the most plans.
 OPERATORS, FEWEST, MOST = 60_000, 8, 320
@@ -286,13 +287,14 @@ def _options(
 
 def _stored_alike(context: ContextSearch, candidate: Candidate) -> Iterator[Candidate]:
     """`candidate` with all weights stored alike, over the same axes as far as these replicate
-    them.
+    them, and sent alike.
     """
     weights = context.layouts.program.weights
     options = [list(context.stored(index, candidate.values)) for index in range(len(weights))]
     sets = dict.fromkeys(level.axes for levels in options for level in levels if level.axes)
+    sends = any(level.sends for levels in options for level in levels)
     for chunked in ALIKE:
-        for axes in sets if chunked else [()]:
+        for axes, sent in product(sets if chunked else [()], (-1, 1) if sends else (-1,)):
             found = []
             for weight, levels in zip(weights, options, strict=True):
                 same = (
@@ -300,9 +302,14 @@ def _stored_alike(context: ContextSearch, candidate: Candidate) -> Iterator[Cand
                     for level in levels
                     if level.zero == chunked and set(level.axes) <= set(axes)
                 )
-                level = max(same, key=lambda level: len(level.axes), default=levels[0])
+                level = max(same, key=partial(_likeness, sent), default=levels[0])
                 found.append(((level, weight.count),))
             yield _restored(context, candidate, tuple(found))
+
+
+def _likeness(sent: int, level: Level) -> tuple[int, int]:
+    """How many axes it is over, and then how much is sent in another data type, or how little."""
+    return len(level.axes), sent * (bool(level.weight_sent) + bool(level.gradient_sent))
 
 
 def _stored_otherwise(

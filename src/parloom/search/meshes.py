@@ -38,12 +38,14 @@ def logical_meshes(cluster: Cluster, max_axes: int = MAX_AXES) -> Iterator[Mesh]
         )
 
 
-def on_all(mesh: Mesh, cluster: Cluster) -> Mesh:
-    """A mesh of a part of `cluster` on all its devices, with one more axis, the outermost."""
+def on_all(mesh: Mesh, cluster: Cluster) -> Mesh | None:
+    """A mesh of a part of `cluster` on all its devices, with one more axis, the outermost; None
+    where there is no name for it.
+    """
     there = {prime for axis in mesh.axes for prime in axis.primes}
     others = (prime for prime in reversed(cluster.prime_axes()) if prime not in there)
-    name = next(name for name in NAMES if name not in mesh.names)
-    return Mesh((MeshAxis(name, tuple(others)), *mesh.axes))
+    name = next((name for name in NAMES if name not in mesh.names), None)
+    return Mesh((MeshAxis(name, tuple(others)), *mesh.axes)) if name else None
 
 
 def joined(mesh: Mesh) -> Iterator[Mesh]:

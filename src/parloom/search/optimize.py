@@ -6,6 +6,7 @@ columns are generated, composed and simulated. Finer meshes are made of the best
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from math import inf
@@ -127,18 +128,19 @@ def search(
 
 def _on_all(request: Request, plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
     """These plans on all devices: of a part, those that are faster and fit, where the others repeat
-    its work.
+    its work. Ctrl-C leaves out the rest of these.
     """
     devices, limit = request.cluster.num_devices, request.limit_bytes
     whole = [plan for plan in plans if plan.decisions.num_ranks == devices]
     least_ps = min((plan.step_ps for plan in whole if plan.peak_bytes <= limit), default=inf)
     some = [p for p in plans if p.decisions.num_ranks < devices and p.peak_bytes <= limit]
     faster = sorted((plan for plan in some if plan.step_ps < least_ps), key=rank)
-    for plan in faster[:REPEATED]:
-        (stage,) = plan.decisions.stages
-        stages = one_stage(on_all(stage.mesh, request.cluster))
-        decisions = replace(plan.decisions, stages=stages)
-        whole.append(SimulatedPlan(decisions, request.predict(decisions)))
+    with suppress(KeyboardInterrupt):
+        for plan in faster[:REPEATED]:
+            mesh = on_all(plan.decisions.mesh, request.cluster)
+            if mesh is not None:
+                decisions = replace(plan.decisions, stages=one_stage(mesh))
+                whole.append(SimulatedPlan(decisions, request.predict(decisions)))
     return whole
 
 

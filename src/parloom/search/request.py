@@ -20,6 +20,7 @@ from parloom.ir.samples import num_samples
 from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.pinned import NONE, Pinned
+from parloom.search.pins import Kind
 
 AUTO = "auto"
 LOW_PRECISION = ("bfloat16", "float16")
@@ -135,10 +136,11 @@ class Request:
             yield from map(self.on, part_sizes(self.cluster))
 
     def repeated(self) -> Iterator["Request"]:
-        """Where all devices must be used, the request on every part of the cluster whose work the
-        others may repeat, the largest first.
+        """Where all devices must be used, and no pin is about meshes, the request on every part of
+        the cluster whose work the others may repeat, the largest first.
         """
-        if self.all_devices and not self.cluster.parts:
+        free = not any(pin.kind is Kind.MESH for pin in self.pinned.pins)
+        if self.all_devices and free and not self.cluster.parts:
             primes = set(self.cluster.prime_axes())
             for part in map(self.on, part_sizes(self.cluster)):
                 if primes.issuperset(part.cluster.prime_axes()):

@@ -17,6 +17,7 @@ from parloom.ir.graph import FlatNode, Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG, TIME, PParameter
 from parloom.ir.plan import Decisions, NodeDecision, Optimizer, ParameterDecision, Storage
+from parloom.ir.step_program import as_sent
 from parloom.ir.verify import verify_pcg
 from parloom.search.choices import assignments
 from parloom.search.nearby import Nearby
@@ -187,6 +188,8 @@ def _way(
         agreed = _agreed(pcg)
         if agreed != decisions:
             pcg = lower(factored.graph, agreed, factored=factored)
+        if agreed.sent_dtypes:
+            agreed = as_sent(pcg)
         return Way(chosen, agreed, verify_pcg(pcg), play(pcg, agreed))
     except (LayoutError, NotYetError, VerifyError):
         return None

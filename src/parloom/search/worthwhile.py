@@ -11,7 +11,9 @@ from itertools import islice
 from math import gcd
 
 from parloom.errors import InputError
+from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Function, Graph
+from parloom.ir.samples import num_samples
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.egraph import Class, Way, ways
 from parloom.rewrite.follows import rules_for, with_few_rules
@@ -56,7 +58,7 @@ def _devices(request: Request) -> Iterator[OneDevice]:
     """One that has the whole batch, and one with a share of it: of as many as samples leave."""
     yield OneDevice(request)
     if (devices := request.cluster.num_devices) > 1:
-        share = gcd(devices, request.samples)
+        share = gcd(devices, num_samples(factorize(request.graph)))
         yield OneDevice(request, share if share > 1 else devices)
 
 
