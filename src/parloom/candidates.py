@@ -38,12 +38,8 @@ from parloom.errors import (
     one_line,
 )
 from parloom.ir.expected import Status
-from parloom.ir.lower import lower
 from parloom.ir.plan import ActivationDecision, Decisions
 from parloom.ir.regular_parts import RegularPart, moved_by
-from parloom.ir.step_program import as_sent
-from parloom.quantization import INT8
-from parloom.rewrite.rewrites import rewritten
 from parloom.search.blocks import smallest_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -53,7 +49,7 @@ from parloom.search.optimize import SAME
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
 from parloom.search.placing import faster_placed
-from parloom.search.quantized import in_int8
+from parloom.search.quantized import faster_in_int8
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.rewritten import as_pinned, forms_for, with_takes
 from parloom.search.searched import Searched
@@ -272,7 +268,7 @@ def _of_one_part(request: Request, say: Say) -> Candidates:
         pinned = as_pinned(request)
         searched = search_with_pipelines(pinned.request, base_of(request), say).of(pinned)
     found += of_search(request, searched) if searched else ()
-    found += _quantized(request, found) if request.quantizes else ()
+    found += faster_in_int8(request, found) if request.quantizes else ()
     if searched is not None and searched.left_out:
         refused.append(f"{AUTO}: {searched.left_out}")
     if searched is not None and searched.bound_words:
@@ -334,24 +330,6 @@ def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:
         yield replace(
             plan, decisions=decisions, prediction=prediction, name=f"{plan.name}, striped positions"
         )
-
-
-def _quantized(request: Request, found: Sequence[ScoredPlan]) -> list[ScoredPlan]:
-    """The plans of one stage with gradients and weights in int8, where they are faster for it."""
-    faster = []
-    for plan in found:
-        own = plan.decisions
-        if len(own.stages) > 1 or own.num_ranks == 1 or own.sent_dtypes:
-            continue
-        graph = rewritten(request.graph, own.rewrites)
-        decisions = as_sent(lower(graph, in_int8(own, graph)))
-        if not decisions.sent_dtypes:
-            continue
-        prediction = request.on(own.num_ranks).predict(decisions)
-        if prediction.step_s < plan.prediction.step_s:
-            name = f"{plan.name}, {INT8}"
-            faster.append(replace(plan, decisions=decisions, prediction=prediction, name=name))
-    return faster
 
 
 def distinct(proposals: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:

@@ -217,7 +217,8 @@ def left_by(decision: ParameterDecision, taken: Axes) -> ParameterDecision:
     if not {*decision.weight.axes, *decision.optimizer.axes} & set(taken):
         return decision
     stored = left(decision.weight), left(decision.gradient), left(decision.optimizer)
-    weight_sent = decision.weight_sent if stored[0].axes else ""
-    return ParameterDecision(
-        decision.name, *stored, weight_sent=weight_sent, gradient_sent=decision.gradient_sent
+    weight, gradient, optimizer = stored
+    weight_sent = decision.weight_sent if weight.axes else ""
+    return replace(
+        decision, weight=weight, gradient=gradient, optimizer=optimizer, weight_sent=weight_sent
     )
