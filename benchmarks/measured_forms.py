@@ -43,7 +43,7 @@ from measured_forms_tables import tables
 from torch.optim import SGD
 
 from parloom.capture import capture, parameters_of
-from parloom.execute.measure import LEAST_S
+from parloom.execute.clock import LEAST_S
 from parloom.execute.program import compile_pcg
 from parloom.ir.graph import without_gradients
 from parloom.ir.pcg import PCG

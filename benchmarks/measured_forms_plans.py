@@ -13,8 +13,9 @@ from parloom.comparators.baselines import METHODS as RULES_OF_THUMB
 from parloom.cost.calibration import Calibration, calibration_to_json
 from parloom.cost.clusters import load_cluster
 from parloom.execute.calibrate import fingerprint
+from parloom.execute.clock import Clock, Run
 from parloom.execute.machine import Machine, machine_for
-from parloom.execute.measure import Clock, Run, launch_s, operators, products, split_s, streams
+from parloom.execute.measure import launch_s, operators, products, split_s, streams
 from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG

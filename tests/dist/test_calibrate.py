@@ -29,7 +29,8 @@ from parloom.errors import InputError
 from parloom.execute import calibrate as measuring
 from parloom.execute import measure_collectives
 from parloom.execute.calibrate import calibrate, fingerprint, mean_of
-from parloom.execute.measure import Clock, operators
+from parloom.execute.clock import Clock
+from parloom.execute.measure import operators
 from parloom.execute.measure_collectives import collectives
 from parloom.execute.ranks import fork_ranks
 from parloom.ir.lower import lower

@@ -8,7 +8,8 @@ from parloom.comparators.baselines import METHODS
 from parloom.cost.calibration import Timed
 from parloom.cost.clusters import load_cluster
 from parloom.execute import measure
-from parloom.execute.measure import Clock, operators
+from parloom.execute.clock import Clock
+from parloom.execute.measure import operators
 from parloom.execute.stored import stored_bytes, stored_values
 from parloom.ir.lower import lower
 from parloom.ir.pcg import PCG, Compute

@@ -31,6 +31,7 @@ from parloom.cost.calibration import calibration_from_json as from_json
 from parloom.cost.devices import find_device
 from parloom.errors import InputError, LaunchError
 from parloom.execute import measure
+from parloom.execute.clock import LEAST_S, Clock
 from parloom.execute.doctor import num_cores
 from parloom.execute.measure_collectives import collectives, sends_between
 from parloom.input_files import MIB, read_input
@@ -106,7 +107,7 @@ def calibrate(
     pcgs: Sequence[PCG],
     cluster: Cluster | None,
     say: Say = lambda text: None,
-    least_s: float = measure.LEAST_S,
+    least_s: float = LEAST_S,
 ) -> Calibration:
     """Measure everything, each for `least_s` at least; `cluster` is what the ranks are.
 
@@ -121,7 +122,7 @@ def calibrate(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # as a rank of a plan computes
-    every = _of_all_ranks(_measured(pcgs, measure.Clock(device, least_s), say))
+    every = _of_all_ranks(_measured(pcgs, Clock(device, least_s), say))
     whole = _mean_rates(every, every[0].machine, size)
     if cluster is None or size == 1:
         return whole
@@ -159,7 +160,7 @@ class _Rates:
     operators: tuple[Timed, ...]
 
 
-def _measured(pcgs: Sequence[PCG], clock: measure.Clock, say: Say) -> _Rates:
+def _measured(pcgs: Sequence[PCG], clock: Clock, say: Say) -> _Rates:
     say("measuring operators that do next to nothing, products, memory")
     launches, split_s = tuple(measure.launch_s(clock) for _ in range(3)), measure.split_s(clock)
     _together()

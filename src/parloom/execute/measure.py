@@ -4,40 +4,32 @@ A processor under a quota pauses for longer than an operator takes, so what coun
 a window of many calls, and of some windows the median: machines stall now and then. On a GPU the
 device's own clock is read (events). Operands are used in turns, so that small ones are not always
 in the cache; weights, as many as the program has. Backward passes run over many calls at once, as
-in a program: the engine's start-up is not theirs.
+in a program: the engine's start-up is not theirs. Programs without gradients are measured as passes
+(`measure_pass`).
 """
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
-from math import ceil, prod
-from statistics import median
+from math import ceil
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from parloom import runtime as rt
-from parloom.codegen.source import expression, identifier
 from parloom.cost.calibration import Product, Stream, Timed, key_of
 from parloom.cost.local_operators import local_operator
 from parloom.errors import ParloomError
+from parloom.execute.clock import WINDOWS, Clock
+from parloom.execute.measure_pass import forward_pass_times, is_forward
+from parloom.execute.operands import local_bytes_of, not_measured, operator_call, random_operands
 from parloom.execute.program import compile_pcg
 from parloom.execute.stored import stored_bytes, stored_values
-from parloom.ir.adjacent import operands_at
-from parloom.ir.graph import DTYPE_BYTES
-from parloom.ir.layout import local_shape
-from parloom.ir.mesh import Mesh
 from parloom.ir.ops import op_of
-from parloom.ir.pcg import PCG, Compute, PValue
+from parloom.ir.pcg import PCG, Compute
 from parloom.runtime import Context, SingleComm
 from parloom.runtime.split_backward import SplitBackward
 
-LEAST_S = 0.1
-WINDOWS = 3  # of which the one in the middle counts
 MOST_CALLS = 32
 MOST_BYTES = 128 << 20  # of the results of one round of calls
 # Operands in turns take at least as much, where few enough will do: more than caches hold (those of
@@ -51,47 +43,6 @@ STREAM_BYTES = {
     "cpu": (1 << 16, 1 << 20, 1 << 24, 1 << 26),
     "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28, 1 << 30),
 }
-
-Run = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Seconds on a device."""
-
-    device: torch.device
-    least_s: float = LEAST_S
-
-    def elapsed(self, run: Run) -> float:
-        """How long a run takes."""
-        if self.device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-
-    def typical(self, run: Run, calls: int = 1) -> float:
-        """Seconds of one of the `calls` that a run makes, after one to warm up."""
-        run()
-        return self.typical_of(lambda: (self.elapsed(run),))[0] / calls
-
-    def typical_of(self, rounds: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """The median over windows of the mean times that rounds report; their first one is what
-        has to take `least_s` in all.
-        """
-        windows = []
-        for _ in range(WINDOWS):
-            totals, count = rounds(), 1
-            while totals[0] < self.least_s / WINDOWS:
-                totals = tuple(a + b for a, b in zip(totals, rounds(), strict=True))
-                count += 1
-            windows.append([total / count for total in totals])
-        return tuple(median(times) for times in zip(*windows, strict=True))
 
 
 def launch_s(clock: Clock) -> float:
@@ -177,6 +128,13 @@ def operators(
     for pcg in pcgs:
         mesh = compile_pcg(pcg, "calibration").program.mesh
         ctx = Context(SingleComm(mesh), clock.device)  # operators do not communicate
+        if is_forward(pcg):
+            found = [
+                one for one in forward_pass_times(pcg, ctx, clock, say) if one.key not in known
+            ]
+            known |= {one.key for one in found}
+            yield from found
+            continue
         num_bytes = min(STORED_BYTES, stored_bytes(pcg))
         for item, stored in _computes(pcg):
             local = local_operator(item, pcg.mesh)
@@ -188,8 +146,7 @@ def operators(
             try:
                 yield _Trial(pcg, item, ctx, clock, stored, num_bytes).timed(key)
             except (RuntimeError, IndexError, ParloomError) as error:
-                first = str(error).strip().splitlines()[:1]
-                say(f"not measured: {item.node.key}: {first[0] if first else error!r}")
+                say(not_measured(item, error))
 
 
 def _computes(pcg: PCG) -> Iterator[tuple[Compute, frozenset[str]]]:
@@ -217,17 +174,15 @@ class _Trial:
         num_bytes: int,
     ) -> None:
         self._clock, self._ctx = clock, ctx
-        values = {identifier(v.name): v for v in item.operands}
-        code = f"lambda ctx, prefix, {', '.join(values)}: {expression(pcg, item, None)}"
-        self._call = eval(code, {"torch": torch, "F": F, "rt": rt, "Tensor": Tensor})
+        self._call = operator_call(pcg, item)
         mesh = pcg.mesh
-        size, made = (max(1, sum(_num_bytes(v, mesh) for v in part))
+        size, made = (max(1, sum(local_bytes_of(v, mesh) for v in part))
                       for part in (item.operands, item.results))  # fmt: skip
         copies = max(1, min(MOST_COPIES, CACHE_BYTES[clock.device.type] // size))
-        own = sum(_num_bytes(v, mesh) for v in item.operands if v.name in stored)
+        own = sum(local_bytes_of(v, mesh) for v in item.operands if v.name in stored)
         many = max(copies, min(MOST_STORED, num_bytes // own)) if own else copies
         every = {v.name for v in item.operands}
-        made_of = partial(_operands, item, mesh, clock.device)
+        made_of = partial(random_operands, item, mesh, clock.device)
         bases = [made_of(every) for _ in range(copies)]
         more = [_leaves(bases[i % copies]) | made_of(stored) for i in range(copies, many)]
         self._copies = [list(operands.values()) for operands in (*bases, *more)]
@@ -269,47 +224,6 @@ class _Trial:
         torch.autograd.backward(self._roots, self._given)
 
 
-def _operands(
-    item: Compute, mesh: Mesh, device: torch.device, names: Collection[str]
-) -> dict[str, Tensor]:
-    """Operands of these names; those that are read as one where they lie are in one memory."""
-    values = {v.name: v for v in item.operands}
-    made = {n: _operand(v, values.values(), mesh, device) for n, v in values.items() if n in names}
-    for position in item.adjacent:
-        parts = [item.operands[i].name for i in operands_at(item.node, position)]
-        if not made.keys() >= set(parts):
-            continue
-        rows = [len(made[name]) for name in parts]
-        memory = torch.cat([made[name].detach() for name in parts])
-        for name, part in zip(parts, torch.split(memory, rows), strict=True):
-            made[name] = part.detach().requires_grad_(made[name].requires_grad)
-    return made
-
-
 def _leaves(operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same memory, with gradients of its own."""
     return {n: t.detach().requires_grad_(t.requires_grad) for n, t in operands.items()}
-
-
-def _shape(value: PValue, mesh: Mesh) -> tuple[int, ...]:
-    """One rank's, border rows included."""
-    shape = list(local_shape(value.layout, value.spec.shape, mesh))
-    for dim, below, above in value.halo:
-        shape[dim] += below + above
-    return tuple(shape)
-
-
-def _num_bytes(value: PValue, mesh: Mesh) -> int:
-    return prod(_shape(value, mesh)) * DTYPE_BYTES[value.spec.dtype]
-
-
-def _operand(value: PValue, beside: Iterable[PValue], mesh: Mesh, device: torch.device) -> Tensor:
-    """Numbers between 0.5 and 1.5, which every operator takes; indices into the smallest dim."""
-    shape, dtype = _shape(value, mesh), getattr(torch, value.spec.dtype)
-    if value.spec.is_float:
-        made = torch.rand(shape, device=device).add_(0.5).to(dtype)
-        return made.requires_grad_(value.differentiable)
-    if dtype == torch.bool:
-        return torch.rand(shape, device=device) > 0.5
-    dims = [n for v in beside if v.spec.is_float for n in _shape(v, mesh)]
-    return torch.randint(0, max(1, min(dims, default=2)), shape, device=device).to(dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parloom.cost.calibration import TimedCollective
 from parloom.cost.collectives import Group, group_of
-from parloom.execute.measure import WINDOWS
+from parloom.execute.clock import WINDOWS
 from parloom.ir.mesh import MeshAxis
 from parloom.ir.regular_parts import RegularPart
 from parloom.runtime.comm import DistributedGroup
