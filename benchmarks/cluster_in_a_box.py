@@ -49,7 +49,8 @@ class Bed:
     """A bed of the tool `testbed.py` with some of a core and 3 GB a host, torn down on exit; the
     last host has half of both where it is `slow`. With `uplink`, the first half of the hosts are in
     one rack, the others in another one, and uplinks of that rate join them. Hosts save up what they
-    do not compute for so many `burst` periods of their quota (10 ms), and go faster afterwards.
+    do not compute for so many `burst` periods of their quota, and go faster afterwards; in shorter
+    periods they are nearer to devices that are as slow all the time.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Bed:
         uplink: str = "",
         cores: float = 0.25,
         burst: float = 1.0,
+        period_us: int = 10_000,
     ) -> None:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
-        self._rate, self._burst = rate, str(burst)
+        self._shape = ["--rate", rate, "--burst", str(burst), "--period-us", str(period_us)]
         devices = [{"cpu": cores, "mem": "3g"} for _ in range(hosts)]
         if slow:
             devices[-1] = {"cpu": cores / 2, "mem": "1500m"}
@@ -79,7 +81,7 @@ class Bed:
         self._hosts = json.dumps({"hosts": described, "uplinks": racks})
 
     def __enter__(self) -> "Bed":
-        self._call("up", "--hosts-spec", self._hosts, "--rate", self._rate, "--burst", self._burst)
+        self._call("up", "--hosts-spec", self._hosts, *self._shape)
         return self
 
     def __exit__(self, *_: object) -> None:

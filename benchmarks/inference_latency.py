@@ -230,7 +230,15 @@ def started(ranks: int, args: argparse.Namespace) -> Iterator[Callable[..., str]
     if args.testbed is None:
         yield partial(launched, ranks)
         return
-    with Bed(args.testbed, "latency", args.rate, ranks, cores=args.cores, burst=0.0) as bed:
+    with Bed(
+        args.testbed,
+        "latency",
+        args.rate,
+        ranks,
+        cores=args.cores,
+        burst=0.0,
+        period_us=args.period_us,
+    ) as bed:
         yield partial(bed.run, sys.executable)
 
 
@@ -257,6 +265,7 @@ def main() -> int:
     parser.add_argument("--testbed", type=Path, help="folder of testbed.py")
     parser.add_argument("--rate", default="250mbit", help="of links in the box")
     parser.add_argument("--cores", type=float, default=0.5, help="of each host in the box")
+    parser.add_argument("--period-us", type=int, default=2000, help="of a host's quota in the box")
     parser.add_argument("--json", default=None)
     args = parser.parse_args()
     if args.time:

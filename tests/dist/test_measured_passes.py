@@ -11,7 +11,8 @@ from parloom.execute import measure_pass
 from parloom.execute.clock import WINDOWS, Clock
 from parloom.execute.measure import operators
 from parloom.execute.measure_pass import ARRIVES, VIEW, _Pass, is_forward
-from parloom.execute.operands import local_shape_of
+from parloom.execute.operands import local_shape_of, operator_call
+from parloom.execute.program import compile_pcg
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis
 from parloom.ir.ops import op_of
@@ -35,7 +36,9 @@ def program(name: str, mesh: Mesh | None = None) -> PCG:
 
 def of_pass(pcg: PCG, clock: Clock = BRIEF) -> tuple[_Pass, list[str]]:
     said: list[str] = []
-    return _Pass(pcg, Context(SingleComm(pcg.mesh), CPU), clock, said.append), said
+    return _Pass(
+        pcg, Context(SingleComm(compile_pcg(pcg, "test").program.mesh), CPU), clock, said.append
+    ), said
 
 
 def calls(pcg: PCG) -> Iterator[Compute]:
@@ -115,7 +118,7 @@ class Slow:
     """A clock that only goes while views are made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, call = 0.0, measure_pass.operator_call
+        self.now, call = 0.0, operator_call
 
         def slow(pcg: PCG, item: Compute) -> Callable[..., object]:
             made = call(pcg, item)
@@ -172,7 +175,7 @@ def test_what_cannot_run_alone_is_said_and_what_reads_it_is_measured(
 ) -> None:
     pcg = program("gpt2")
     whole, _ = of_pass(pcg)
-    call = measure_pass.operator_call
+    call = operator_call
 
     def failing(pcg: PCG, item: Compute) -> object:
         def fails(*_: object, **__: object) -> None:
