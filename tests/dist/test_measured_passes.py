@@ -52,6 +52,7 @@ def calls(pcg: PCG) -> Iterator[Compute]:
             yield item
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mesh", [None, TWO], ids=["whole", "columns"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "bart", "mixtral", "vit", "dit"])
 def test_each_operator_is_measured_once_per_shape(name: str, mesh: Mesh | None) -> None:
