@@ -28,6 +28,9 @@ LIMIT = 1.05
 CLUSTER = "4x1xcpu"
 HERE = Path(__file__).resolve().parent
 OTHERS = {"data_parallel": "DDP", "fsdp": "FSDP2", "megatron": "DTensor"}
+LEAST_QUOTA_US = (
+    1000  # of the kernel (sched-bwc): with less, hosts would be faster than they should
+)
 LOSS_TOLERANCE = 1e-4  # float32, sums in other orders
 
 
@@ -68,6 +71,8 @@ class Bed:
     ) -> None:
         self._tool = [sys.executable, str(tool / "testbed.py" if tool.is_dir() else tool)]
         self._name = name
+        if cores / (1 + slow) * period_us < LEAST_QUOTA_US:
+            raise SystemExit(f"{cores:g} cores in periods of {period_us} us: make periods longer")
         self._shape = ["--rate", rate, "--burst", str(burst), "--period-us", str(period_us)]
         devices = [{"cpu": cores, "mem": "3g"} for _ in range(hosts)]
         if slow:

@@ -142,8 +142,8 @@ def test_views_are_a_part_of_what_is_behind_them(monkeypatch: pytest.MonkeyPatch
     found = {t.key: t.forward_s for t in made.timed()}
     whole = sum(seconds * steps.count(key) for key, seconds in found.items() if seconds > 1e-9)
     assert whole == pytest.approx(steps[:last].count(VIEW)) != 0
-    softmax = next(key for key in found if key.startswith("rsqrt"))
-    assert found[softmax] == 1e-9  # of a mean, which is no view
+    root = next(key for key in found if key.startswith("rsqrt"))
+    assert found[root] == 1e-9  # of a mean, which is no view
 
 
 def test_one_slow_window_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,8 @@ from parloom.ir.ops import op_of
 from parloom.ir.pcg import PCG, Compute, Movement, PCall, PFunction, PValue
 from parloom.runtime import Context
 
-MOST_BYTES = (
-    1 << 30
-)  # of stored operands, all of one rank's: beyond that, calls of a function share
+# Of operands that steps have of their own; beyond that, calls of a function share them.
+MOST_BYTES = 1 << 30
 VIEW, ARRIVES = "view", "arrives"  # in the place of an operator's key
 
 
@@ -142,11 +141,11 @@ class _Pass:
 
     def _arrive(self, value: PValue, slots: dict[str, int]) -> None:
         """What another rank sends has just been written; nothing of it is timed."""
-        shape = local_shape_of(value, self._pcg.mesh)
-        made = self._arrived.setdefault(
-            (shape, value.spec.dtype),
-            random_value(value, (), self._pcg.mesh, self._clock.device).detach(),
-        )
+        mesh = self._pcg.mesh
+        key = local_shape_of(value, mesh), value.spec.dtype
+        if key not in self._arrived:
+            self._arrived[key] = random_value(value, (), mesh, self._clock.device)
+        made = self._arrived[key]
         self._steps.append(_Step(ARRIVES, torch.clone, [made], (), self._new((value,), slots)))
 
     def _compute(self, item: Compute, stored: frozenset[str], slots: dict[str, int]) -> None:
