@@ -173,6 +173,15 @@ def check_asked(model: str, asked: Asked) -> None:
     arguments.check_on(machine.cluster, asked)
 
 
+def check_inference_asked(model: str, asked: Asked) -> None:
+    """Raise `InputError` for the first bad argument of `plan --inference`, before the model is
+    captured.
+    """
+    _inference_plan.check_objective(asked["objective"])
+    _inference.check_answer(asked["new_tokens"], asked["steps"], asked["weights"])
+    check_asked(model, asked | {"inference": True})
+
+
 def capture(
     model: str,
     *,

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from parloom.cli_output import result, say
 from parloom.errors import InfeasibleError, InputError
 from parloom.ir.expected import Objective
@@ -24,10 +26,12 @@ def plan_inference(
 ) -> None:
     """Plan, print and save; `other` are the values of flags that are about training."""
     _check(captured, searched, other)
+    wanted = objective or Objective.LATENCY
     from parloom import api
     from parloom.execute.files import check_folder, default_folder
     from parloom.report.inference import inference_document, inference_screen
 
+    api.check_inference_asked(model, captured | searched | {"objective": wanted})
     check_folder(out or Path("runs"))
     started = time.monotonic()
     keys = ("batch", "seq", "dtype", "seed", "new_tokens", "steps", "weights")
@@ -36,7 +40,6 @@ def plan_inference(
     between = time.monotonic()
     names = ("cluster", "method", "memory", "devices", "calibration", "pin", "forbid", "budget")
     limits = {key: searched[key] for key in names}
-    wanted = objective or Objective.LATENCY
     try:
         found = api.search_inference(program, **limits, objective=wanted, progress=say)
     except InfeasibleError as error:
@@ -50,6 +53,8 @@ def plan_inference(
         show_json(inference_document(found, str(paths["plan"]), capture_s, search_s))
     else:
         result(inference_screen(found, api.load_cluster(searched["cluster"]).cluster, paths))
+    if found.interrupted:
+        raise typer.Exit(130)
     api.check_gap(found, other["require_gap"])
 
 

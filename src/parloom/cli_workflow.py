@@ -117,12 +117,14 @@ def profile(
 ) -> None:
     """Time the variants that name a PyTorch model on this machine, one request at a time."""
     quiet(verbose)
-    from parloom.execute.files import check_folder, write_atomic
+    from parloom.execute.files import check_file, write_atomic
     from parloom.execute.time_models import timed
     from parloom.workflow.profiles import profile_text
 
     named = models(path_of(file), worker)
-    check_folder(out.parent)
+    if out.resolve() == path_of(file).resolve():
+        raise InputError(f"--out: {out} is the workflow itself; name another file for its profile")
+    check_file(out)
     found = timed(named, worker, repetitions, say)
     path = write_atomic(out, profile_text(found))
     if as_json:

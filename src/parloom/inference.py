@@ -30,7 +30,6 @@ from parloom.ir.samples import num_samples
 
 Say = Callable[[str], None]
 NO_TOKENS = 0  # of a model that is asked for one pass
-REASONS = 3  # why there is no plan, in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def capture(
     products are stored. Raises `InputError` where it keeps no caches and is asked for tokens.
     """
     arguments.check(model, {"batch": batch, "seq": seq, "dtype": dtype, "seed": seed})
-    _check_answer(new_tokens, steps, weights)
+    check_answer(new_tokens, steps, weights)
     source = ModelSource(full_name(model), batch, seq, DTYPES.get(dtype, dtype) if dtype else None)
     built = {"batch": batch, "seq": seq, "dtype": source.dtype, "seed": seed}
     progress(f"building {model}")
@@ -154,7 +153,7 @@ def positions_beyond(
     )
 
 
-def _check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:
+def check_answer(new_tokens: int | None, steps: int | None, weights: str | None) -> None:
     """Raise `InputError` for an answer that is none."""
     for flag, count in (("--new-tokens", new_tokens), ("--steps", steps)):
         if count is not None and count < 1:

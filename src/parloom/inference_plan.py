@@ -84,9 +84,7 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
 
     Raises `InfeasibleError` where weights, caches and what passes need fit on no device.
     """
-    if objective not in OF_INFERENCE:
-        listed = " or ".join(OF_INFERENCE)
-        raise InputError(f"objective: {objective} is of training; --inference has {listed}")
+    check_objective(objective)
     aim, whole = Objective(objective), machine_for(cluster, calibration)
     machine = whole if devices is None else whole.part(devices)
     limit = arguments.memory_bytes(memory) or memory_of(machine.cluster)
@@ -114,6 +112,8 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     constraints, stopped = search.constraints(best, asked, found.status)
     plan = search.plan(best, found, decode, resolve_cluster(cluster).spec)
     known = assumed(machine, plan.decisions, captured.graph, limit)
+    if found.status is Status.INTERRUPTED:
+        stopped = (f"{best.name}: {INTERRUPTED}",)
     plan = replace(
         plan,
         assumptions=(*known, *captured.assumptions),
@@ -123,6 +123,13 @@ def find(  # noqa: PLR0913 - one argument per flag of the command
     )
     lowered_programs(plan)  # whoever reads the plan will
     return plan
+
+
+def check_objective(objective: str) -> None:
+    """Raise `InputError` for an objective that plans for inference have not."""
+    if objective not in OF_INFERENCE:
+        listed = " or ".join(OF_INFERENCE)
+        raise InputError(f"objective: {objective} is of training; --inference has {listed}")
 
 
 def _asked(decode: Request, whole: Machine | None, memory: str | None) -> dict[str, Request]:

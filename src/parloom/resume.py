@@ -50,6 +50,11 @@ def resume(
     path = Path(path)
     file = path / "plan.json" if path.is_dir() else path
     plan = api.load(file)
+    if plan.inference is not None:
+        raise InputError(
+            "--resume is about training, and this plan is for inference; `parloom run PLAN --"
+            " REQUESTS ANSWERS` answers all requests"
+        )
     last = last_checkpoint(file.parent if checkpoint is None else Path(checkpoint))
     there = devices_there(plan, cluster, devices)
     if there is not None:

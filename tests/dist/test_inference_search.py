@@ -147,6 +147,44 @@ def test_ctrl_c_keeps_the_best_answers(
     asked = [*(f"--pin {pin}" for pin in pins), "--devices 2"]
     assert [one.text for one in found.constraints] == asked
     assert all("was not looked for" in line for line in constraint_lines(found)[len(texts) :])
+    assert any("interrupted" in note for note in found.notes)
+
+
+def test_ctrl_c_in_the_search_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan so far is saved, and the exit code says that it is one."""
+    right = objectives.proposed
+
+    def interrupted(*given: Any) -> Candidates:
+        return replace(right(*given), status=Status.INTERRUPTED)
+
+    monkeypatch.setattr("parloom.inference_plan.proposed", interrupted)
+    asked = ["plan", "zoo:mlp", "--inference", "--cluster", "2xcpu", "--method", "data_parallel"]
+    assert cli.main([*asked, "--out", str(tmp_path / "plan")]) == 130
+    assert "ZeRO-1: interrupted; this is the best of what was found" in capsys.readouterr().out
+    assert api.load(tmp_path / "plan" / "plan.json").interrupted
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cluster", "2xnone"], "none"),
+        (["--objective", "memory"], "memory is of training"),
+        (["--devices", "3"], "3"),
+        (["--calibration", "nowhere.json"], "nowhere.json"),
+        (["--steps", "2", "--new-tokens", "2"], "--steps are passes of a model that"),
+    ],
+)
+def test_questions_without_an_answer_are_refused_before_the_model_is_built(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def built(*_: object, **__: object) -> None:
+        raise AssertionError("the model is built")
+
+    monkeypatch.setattr(api, "capture_inference", built)
+    assert cli.main(["plan", "zoo:mlp", "--inference", "--cluster", "2xcpu", *flags]) == 2
+    assert said in capsys.readouterr().err
 
 
 def _screen(plan: Plan) -> str:
@@ -237,6 +275,7 @@ def test_verbs_of_inference_plans(
     assert cli.main(["export", path, "--to", "ranks", "--out", str(tmp_path / "there")]) == 0
     said = {
         ("scale",): "scale is of training steps, and this plan is for inference",
+        ("run", "--resume", "--", "requests.jsonl"): "--resume is about training, and this plan is",
         ("export", "--to", "slurm"): "--to slurm is about training",
         ("export", "--to", "deepspeed"): "--to deepspeed is about training",
     }

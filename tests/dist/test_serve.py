@@ -1,5 +1,6 @@
 """A file of requests through an inference plan."""
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from parloom.capture.load import Loaded
 from parloom.errors import InputError
 from parloom.execute.inference import inference_programs
 from parloom.execute.requests import check_requests, read_requests
-from parloom.execute.serve import Answer, answers
+from parloom.execute.serve import Answer, answers, write
 from parloom.ir.plan import ONE_DEVICE, Decisions
 from tests.dist.inference_plans import BATCH, PROMPT, plan_of_pass, served
 
@@ -91,9 +92,11 @@ def test_answers_have_a_place_of_their_own(tmp_path: Path) -> None:
     plan = served("gpt2").plan(Decisions(ONE_DEVICE))
     file = _file(tmp_path, '{"input_ids": [1, 2, 3, 4, 5, 6, 7, 8]}')
     check_requests(plan, [str(file), str(tmp_path / "new" / "answers.jsonl")])
+    (tmp_path / "half.partial").mkdir()
     wrong = {
         str(file): "is the file of requests",
         str(tmp_path): "it is a folder",
+        str(tmp_path / "half"): "half.partial: it is a folder",
         str(file / "below"): "is not a folder",
         "--none": "unrecognized arguments",
         "--weights=none": "none is not there",
@@ -101,6 +104,9 @@ def test_answers_have_a_place_of_their_own(tmp_path: Path) -> None:
     for given, said in wrong.items():
         with pytest.raises(InputError, match=said):
             check_requests(plan, [str(file), given])
+    unlucky = file.rename(tmp_path / "answers.partial")
+    with pytest.raises(InputError, match=r"answers.partial is the file of requests"):
+        check_requests(plan, [str(unlucky), str(tmp_path / "answers")])
 
 
 class _Outputs(nn.Module):
@@ -151,6 +157,29 @@ def test_each_output_is_of_its_request(tmp_path: Path, size: int) -> None:
             assert list(found.shape) == shape
             torch.testing.assert_close(found.flatten(), one)
         torch.testing.assert_close(torch.tensor(answer["turned"]).flatten(), one)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e39"])
+def test_numbers_beyond_those_of_the_model_are_refused(tmp_path: Path, number: str) -> None:
+    model = _Outputs(torch.square).eval()
+    graph, _ = capture_inference(Loaded(model, {"generated": torch.ones(1, 6)}), 0)
+    lines = [f'{{"generated": [{first}, 1, 1, 1, 1, 1]}}' for first in ("1e30", number)]
+    found = read_requests(_file(tmp_path, *lines), graph)
+    assert next(found)["generated"][0] == torch.tensor(1e30)
+    with pytest.raises(InputError, match=r"requests.jsonl:2: .* beyond those of float32"):
+        next(found)
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
+    made = _answers(torch.ones(2, 6), lambda found: found / torch.zeros(()), tmp_path)
+    file = io.StringIO()
+    write(made, file)
+    assert "NaN" not in file.getvalue()
+    assert "Infinity" not in file.getvalue()
+    for line, answer in zip(file.getvalue().splitlines(), made, strict=True):
+        found = json.loads(line)
+        assert found.pop("also") == [None] * 5
+        assert found == {name: value for name, value in answer.items() if name != "also"}
 
 
 @pytest.mark.parametrize("also", [torch.mean, lambda found: found @ found.t()])

@@ -105,6 +105,11 @@ def test_the_format_of_published_numbers_has_fixed_units() -> None:
         ("  - {from: detect, to: report, size: 1kB}\n", "", "'report' gets no messages"),
         ("to: report, size: 1kB", "to: report, size: {fast: 1kB}", "missing key 'good'"),
         ("rule: product", "rule: profiles", "needs an accuracy"),
+        (
+            ", accuracy: 80%",
+            "",
+            "small.yaml:7:7: variant 'fast' of 'detect' needs an accuracy, as its others",
+        ),
         ("rule: product, floor", "rule: sum, floor", "unknown rule 'sum'"),
         (
             "name: small",
@@ -215,6 +220,10 @@ def test_models_are_timed_on_this_machine(
     found = read_profile(out).latency_s["detect", "fast"]
     assert found == pytest.approx(entry["latency_s"], rel=1e-4)
     assert 0 < found < 10
+    for taken, said in ((file, "is the workflow itself"), (tmp_path, "it is a folder")):
+        flags = ["--worker", "box", "--out", str(taken)]
+        assert cli.main(["workflow", "profile", str(file), *flags]) == 2
+        assert said in capsys.readouterr().err
     (tmp_path / "none.yaml").write_text(SMALL, encoding="utf-8")
     with pytest.raises(InputError, match="no variant has a `model`"):
         models(tmp_path / "none.yaml", "box")

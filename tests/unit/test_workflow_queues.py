@@ -247,6 +247,20 @@ def test_the_first_tenth_of_a_run_is_in_no_mean(monkeypatch: pytest.MonkeyPatch)
         assert slow.utilizations[key] == pytest.approx(share, rel=1e-3)
 
 
+def test_a_worker_that_is_nearly_always_busy_is_forecast() -> None:
+    """Its waits are a hundred thousand times its service; drawn one by one they fill memory."""
+    workflow = small(("floor: 75%", "floor: 90%"))
+    detect, report = workflow.operators
+    slow = replace(detect, variants=(replace(detect.variant("good"), latency_s={"gpu": 0.02}),))
+    rate = 50 * (1 - 1e-5)
+    workflow = replace(workflow, operators=(slow, report), sources=(Source("frames", rate),))
+    plan = plan_workflow(workflow)
+    wait_s = plan.loads_of("detect")[0].time_s - 0.02
+    assert wait_s == pytest.approx(0.02 / 2 * 1e5, rel=1e-3)
+    found = expected(plan)
+    assert found.end_to_end_s == pytest.approx(found.latency_s, rel=0.03)
+
+
 @pytest.mark.parametrize("name", names())
 def test_examples_are_served_as_planned(name: str) -> None:
     workflow = load(path_of(f"example:{name}"))

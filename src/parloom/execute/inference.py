@@ -17,7 +17,7 @@ from parloom.execute.program import (
 )
 from parloom.execute.ranks import fork_ranks
 from parloom.execute.reference import evaluate
-from parloom.execute.relative import Difference, judged, relative_difference
+from parloom.execute.relative import Difference, judged, largest, relative_difference
 from parloom.execute.verify import TOLERANCE, VerifyReport, in_double
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph, widened
@@ -229,7 +229,7 @@ def _judged(
     differences = []
     for name, value in expected:
         per_rank = [dict(own).get(name) for own in found]
-        worst = max(relative_difference(value, own, FLOOR) for own in per_rank)
+        worst = largest(relative_difference(value, own, FLOOR) for own in per_rank)
         differences.append(Difference(name, worst))
     judgement = judged(differences, TOLERANCE)
     first = None if judgement.first is None else str(judgement.first)

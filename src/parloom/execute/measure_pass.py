@@ -150,7 +150,8 @@ class _Pass:
 
     def _compute(self, item: Compute, stored: frozenset[str], slots: dict[str, int]) -> None:
         local = local_operator(item, self._pcg.mesh)
-        if local.blocks.count > 1:  # attention to blocks that come one after the other
+        if local.blocks.count > 1:
+            self._say(f"not measured: {item.node.key}: its operands come in blocks")
             return
         values = {v.name: v for v in item.operands}
         given = {n: self._slot_of(v, stored, slots) for n, v in values.items()}

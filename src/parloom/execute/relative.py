@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -32,9 +33,14 @@ class Compared:
 def judged(differences: Iterable[Difference], tolerance: float) -> Compared:
     """The largest and the first of all; one that is no number is above every tolerance."""
     every = list(differences)
-    worst = max(every, key=lambda d: (d.error != d.error, d.error))
+    worst = max(every, key=lambda d: (isnan(d.error), d.error))
     first = next((d for d in every if not d.error <= tolerance), None)
     return Compared(worst.error, worst.tensor, first, len(every))
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest of these; one that is no number is above all others."""
+    return max(errors, key=lambda error: (isnan(error), error))
 
 
 def relative_difference(expected: Tensor | None, got: Tensor | None, floor: float) -> float:

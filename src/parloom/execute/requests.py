@@ -50,12 +50,17 @@ def check_requests(plan: Plan, argv: Sequence[str]) -> None:
     asked = arguments(argv)
     for _ in read_requests(asked.requests, prompts_of(plan)):
         pass
-    if asked.answers is not None:
-        if asked.answers.resolve() == asked.requests.resolve():
-            raise InputError(f"{asked.answers} is the file of requests; {OTHER}")
-        check_file(asked.answers, OTHER)
+    for written in () if asked.answers is None else (asked.answers, partial_of(asked.answers)):
+        if written.resolve() == asked.requests.resolve():
+            raise InputError(f"{written} is the file of requests; {OTHER}")
+        check_file(written, OTHER)
     if asked.weights is not None and not asked.weights.exists():
         raise InputError(f"--weights: {asked.weights} is not there")
+
+
+def partial_of(answers: Path) -> Path:
+    """Where answers are until all of them are there."""
+    return answers.with_name(f"{answers.name}.partial")
 
 
 def prompts_of(plan: Plan) -> Graph:
@@ -166,6 +171,8 @@ def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tenso
         found = torch.tensor(given, dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"{where}: {error}") from None
+    if not found.isfinite().all():
+        raise InputError(f"{where} has a number beyond those of {spec.dtype}")
     if found.shape != spec.shape[1:]:
         wanted = list(spec.shape[1:])
         raise InputError(f"{where} has shape {list(found.shape)}, the plan: {wanted}")

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,6 +31,7 @@ from parloom.execute.requests import (
     batch_size,
     of_sample,
     output_samples,
+    partial_of,
     prompts_of,
     read_requests,
 )
@@ -57,12 +58,12 @@ def main(argv: Sequence[str]) -> None:
             pass
         return
     if asked.answers is None:
-        _write(lines, sys.stdout)
+        write(lines, sys.stdout)
     else:
         asked.answers.parent.mkdir(parents=True, exist_ok=True)
-        partial = asked.answers.with_name(f"{asked.answers.name}.partial")
+        partial = partial_of(asked.answers)
         with partial.open("w", encoding="utf-8") as file:
-            _write(lines, file)
+            write(lines, file)
         partial.replace(asked.answers)
     took = format_seconds(time.monotonic() - began)
     print(f"{len(requests)} answered in {took}, without loading the model", file=sys.stderr)
@@ -121,9 +122,18 @@ def answers(
         yield from answered(*one)
 
 
-def _write(lines: Iterator[Answer], file: TextIO) -> None:
+def write(lines: Iterable[Answer], file: TextIO) -> None:
+    """Write answers as JSON lines."""
     for line in lines:
-        print(json.dumps(line), file=file, flush=True)
+        print(_json(line), file=file, flush=True)
+
+
+def _json(answer: Answer) -> str:
+    """An answer as JSON, which has no numbers but finite ones: others are null."""
+    try:
+        return json.dumps(answer, allow_nan=False)
+    except ValueError:
+        return json.dumps(json.loads(json.dumps(answer), parse_constant=lambda name: None))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from rich.text import Text
 from parloom.cost.units import format_dollars, format_rate, format_seconds
 from parloom.report.rows import Rows
 from parloom.workflow.exact import in_time
-from parloom.workflow.model import Rule, Worker, Workflow
+from parloom.workflow.model import SOLVED, Rule, Worker, Workflow
 from parloom.workflow.plan import Load, Plan
 from parloom.workflow.simulate import Expected, Played
 
@@ -139,7 +139,9 @@ def _reached(plan: Plan, whole: Expected) -> list[str]:
     found.append(f"latency {seconds(plan.latency_s)} on the slowest path (M/D/1){asked}{late}")
     found.append(f"  {' -> '.join(plan.path)}")
     if math.isfinite(whole.latency_s):
-        line = f"  expected {seconds(whole.latency_s)}, as queues behind others are shorter"
+        shorter = whole.latency_s < plan.latency_s * (1 - SOLVED)
+        why = ", as queues behind others are shorter" if shorter else ""
+        line = f"  expected {seconds(whole.latency_s)}{why}"
         end = whole.end_to_end_s
         joins = "" if end is None else f"; {seconds(end)} from end to end, joins waited for"
         found.append(line + joins)

@@ -1,5 +1,6 @@
 """A method's plan of a workflow, or why there is none."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
@@ -47,7 +48,10 @@ def plan_workflow(
         return plan
     asked: dict[str, Any] = {"gap": gap, "seconds": seconds, "progress": progress}
     if method is Method.EXACT:
+        started = time.monotonic()
         start = jellybean(workflow)
+        if seconds is not None:
+            asked["seconds"] = max(0.0, seconds - (time.monotonic() - started))
         if start is not None and not in_time(start):
             start = None
         if start is not None:

@@ -216,6 +216,8 @@ def _operators(
                 raise variants.error(variants.key(variant), message)
             accuracy, samples = _own_accuracy(described, rule, names)
             several.append(Variant(variant, latencies, accuracy, samples))
+        if rule is Rule.PRODUCT:
+            _check_all_say(name, variants)
         operators.append(Operator(name, tuple(several)))
     listed = {
         (operator.name, variant.name) for operator in operators for variant in operator.variants
@@ -228,6 +230,14 @@ def _operators(
                 section.node, f"a profile names {'/'.join(one)!r}, which is none{hint}"
             )
     return tuple(operators)
+
+
+def _check_all_say(operator: str, variants: Section) -> None:
+    """Raise `InputError` where some variants of an operator say their accuracy, and others none."""
+    silent = [name for name in variants.named() if not variants.section(name).has("accuracy")]
+    if silent and len(silent) < len(variants.named()):
+        message = f"variant {silent[0]!r} of {operator!r} needs an accuracy, as its others have one"
+        raise variants.error(variants.key(silent[0]), message)
 
 
 def _own_accuracy(

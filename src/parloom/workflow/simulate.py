@@ -34,6 +34,11 @@ FEW = 500
 """Requests that each stream gets, at least, so that its means mean something."""
 MOST_MESSAGES = 5_000_000
 """Of one operator: what fits into memory, and into some seconds."""
+MANY_PARTS = 12
+"""Of a service that a wait is made of: the sum of more is drawn from a normal distribution, which
+sums of twelve uniform numbers are taken for since the first generators. A worker that is nearly
+always busy has millions.
+"""
 PARTS = 20
 """Of the run, for the error of a mean."""
 
@@ -263,9 +268,11 @@ def _drawn_waits(
     the mean.
     """
     parts = rng.geometric(1 - load.utilization, len(arrival)) - 1
-    of = np.repeat(np.arange(len(arrival)), parts)
-    drawn = np.bincount(of, rng.random(len(of)), len(arrival)) * service_s
-    plain = service_s * load.utilization / (2 * (1 - load.utilization))
+    many = parts > MANY_PARTS
+    of = np.repeat(np.arange(len(arrival)), np.where(many, 0, parts))
+    drawn = np.bincount(of, rng.random(len(of)), len(arrival))
+    drawn[many] = rng.normal(parts[many] / 2, np.sqrt(parts[many] / 12))
+    plain = load.utilization / (2 * (1 - load.utilization))
     return np.asarray(drawn * (waits[load.operator, load.worker] / plain))
 
 
