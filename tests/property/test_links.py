@@ -78,9 +78,7 @@ def ring(groups: list[tuple[int, ...]]) -> list[tuple[int, int, float]]:
 @st.composite
 def tori(draw: st.DrawFn) -> Cluster:
     sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=3))
-    return cluster_of(
-        *((n, draw(st.sampled_from(("ring", "line"))) if n > 2 else "line") for n in sizes)
-    )
+    return cluster_of(*((n, draw(st.sampled_from(("ring", "line")))) for n in sizes))
 
 
 @given(tori(), st.randoms(use_true_random=False))
@@ -118,6 +116,7 @@ def test_the_rings_of_all_groups_are_loaded_as_walked(cluster: Cluster, random: 
 @pytest.mark.parametrize(
     ("sizes", "taken"),
     [
+        ((2,), (2,)),
         ((8,), (8,)),
         ((4, 4), (4, 1)),
         ((4, 4), (1, 4)),
@@ -131,7 +130,7 @@ def test_neighbors_cost_as_by_level(
     sizes: tuple[int, ...], taken: tuple[int, ...], fabric: str
 ) -> None:
     """What formulas say of groups of neighbors, an embedding of them says, too."""
-    cluster = cluster_of(*((n, fabric if n > 2 else "line") for n in sizes))
+    cluster = cluster_of(*((n, fabric) for n in sizes))
     inside: list[PrimeAxis] = []
     outside: list[PrimeAxis] = []
     for prime in cluster.prime_axes():
@@ -140,7 +139,11 @@ def test_neighbors_cost_as_by_level(
         (inside if many <= taken[prime.level] else outside).append(prime)
     mesh = Mesh((MeshAxis("y", tuple(outside[::-1])), MeshAxis("x", tuple(inside[::-1]))))
     found = embedded(mesh, ("x",), cluster)
-    for kind in ("all_reduce", "all_gather", "all_to_all"):
+    alone = sum(n > 1 for n in taken) == 1
+    for kind in (
+        *("all_reduce", "all_gather", "all_to_all"),
+        *(("shift", "halo_exchange") if alone else ()),
+    ):
         group = group_of((mesh["x"],))
         plain = collective(kind, 1e12, group, cluster)
         there = collective(kind, 1e12, group, cluster, embedding=found)

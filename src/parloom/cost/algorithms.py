@@ -16,8 +16,8 @@ from functools import partial
 from math import prod
 from types import MappingProxyType
 
-# How a leg uses a fabric that is no switch: with its neighbors, with one partner, with everybody.
-RING, PAIR, ALL = "ring", "pair", "all"
+# How a leg uses a fabric that is no switch: both neighbors, the next one, a partner, everybody.
+RING, NEXT, PAIR, ALL = "ring", "next", "pair", "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,14 +264,16 @@ def _shift(num_bytes: float, order: Order, rails: bool) -> Schedule:
         crossing = sum(count for level, count in edges.items() if level >= span.level)
         share = crossing / ranks
         last = int(span is order[-1])
-        legs.append(Leg(span.level, num_bytes, num_bytes * share, last, share))
+        legs.append(Leg(span.level, num_bytes, num_bytes * share, last, share, NEXT))
     return Schedule(tuple(legs), pipelined=True)
 
 
 def _halo(num_bytes: float, order: Order, rails: bool) -> Schedule:
-    """Neighbors in a row of ranks, both ways: one of them is across the slowest level."""
+    """Neighbors in a row of ranks, both ways: one of them is across the slowest level, and may get
+    all of it.
+    """
     level = max(span.level for span in order)
-    return Schedule((Leg(level, num_bytes, num_bytes, 2, pattern=PAIR),))
+    return Schedule((Leg(level, num_bytes, num_bytes, 2, pattern=NEXT),))
 
 
 def _peers(span: Span) -> int:

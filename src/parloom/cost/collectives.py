@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from parloom.cost.algorithms import (
     ALGORITHMS,
+    NEXT,
     PAIR,
     RING,
     Leg,
@@ -188,7 +189,8 @@ def collective(
 
     By default every rank of the cluster takes part, each in its own group, and they share uplinks;
     `alone`: nobody else sends. `algorithm` asks for that one, whether the back end has it or not.
-    On a torus, groups are neighbors along its dimensions unless an `embedding` says where they lie.
+    On a torus, groups are neighbors along its dimensions unless an `embedding` says where they lie;
+    then all of them send, by any algorithm.
     Raises `InputError` for an unknown kind or algorithm and for a group that is not in the cluster.
     """
     if embedding is not None:
@@ -363,7 +365,7 @@ def _wait_s(leg: Leg, span: Span, cluster: Cluster) -> float:
     """Latency of a leg's messages, through the devices in between where there is no switch."""
     level = cluster.levels[leg.level]
     hops = 1.0
-    if level.fabric in ("ring", "line") and leg.pattern != RING:
+    if level.fabric in ("ring", "line") and leg.pattern not in (RING, NEXT):
         hops = _mean_hops(span.size, _wraps(level, span.size))
     return leg.messages * level.link.latency_s * hops
 
@@ -378,8 +380,10 @@ def _usable(level: Level, size: int, pattern: str) -> float:
     if level.fabric == "switch":
         return 1.0
     if level.fabric == "full_mesh":
-        return (1 if pattern == PAIR else size - 1) / (level.size - 1)
+        return (1 if pattern in (NEXT, PAIR) else size - 1) / (level.size - 1)
     wraps = _wraps(level, size)
+    if pattern == NEXT:
+        return 1.0 if wraps and size == 2 else 0.5  # one of a device's links
     if pattern == RING:
         # Without the wrap-around the ring goes there and back over the same links.
         return 1.0 if wraps else 0.5

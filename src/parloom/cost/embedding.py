@@ -92,6 +92,10 @@ class Embedding:
             found += (*one.ring, *one.pair, *one.every)
         return tuple(found)
 
+    def busiest(self, patterns: Collection[str]) -> float:
+        """What the busiest links carry, added up over these patterns."""
+        return sum(max(getattr(self, name).loads) for name in patterns)
+
     @property
     def kind(self) -> tuple[tuple[int, int], ...]:
         """Which dimensions the groups are products of: only among equals are amounts compared."""

@@ -39,4 +39,7 @@ class Exchanges:
         scratch = round(backend.scratch.get(kind, 0.0) * moved)
         timed = table.exchange(kind, moved, group) if table and moved else None
         seconds, latency_s, slows = timed or (found.seconds, found.latency_s, backend.slows)
+        if timed and lying:  # neighbors were measured
+            times = found.seconds / collective(kind, moved, group, self.cluster).seconds
+            seconds, latency_s = times * seconds, times * latency_s
         return Exchange(kind, axes, found.traffic, seconds, latency_s, scratch, slows, found.busy)

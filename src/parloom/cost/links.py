@@ -26,8 +26,9 @@ def is_grid(cluster: Cluster) -> bool:
 
 
 def neighbor_bytes_per_s(level: Level) -> float:
-    """The rate of a link to one neighbor."""
-    return level.link.payload_bytes_per_s / 2
+    """The rate to one neighbor: in a ring of two both links go to the same one."""
+    both = level.fabric == "ring" and level.size == 2
+    return level.link.payload_bytes_per_s / (1 if both else 2)
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ def placements(mesh: Mesh, cluster: Cluster, sent: Sent) -> tuple[Mesh, ...]:
     if not on_torus(mesh, cluster):
         return (mesh, *(m for m in _by_levels(mesh, cluster) if m != mesh))
     if mesh.num_ranks > FEW:
-        return tuple(dict.fromkeys((mesh, *_ordered(mesh, cluster))))
+        return tuple(dict.fromkeys((mesh, *_ordered(mesh, cluster, sent))))
     patterns = {axes: [name for name, over in sent if over == axes] for _, axes in sent}
     orders = every_order(mesh, patterns, cluster)
     return tuple(dict.fromkeys((mesh, *(with_devices(mesh, order, cluster) for order in orders))))
@@ -70,15 +70,26 @@ def _by_levels(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
             yield _with_primes(mesh, chosen)
 
 
-def _ordered(mesh: Mesh, cluster: Cluster) -> Iterator[Mesh]:
-    """Assignments of prime axes, each with the best ways of every axis."""
+def _ordered(mesh: Mesh, cluster: Cluster, sent: Sent) -> Iterator[Mesh]:
+    """Assignments of prime axes, each with the best ways of every axis for what is sent over it."""
     seen: set[object] = set()
+    patterns = [
+        tuple(
+            name
+            for name in PATTERNS
+            if any(name == own and axis.name in over for own, over in sent)
+        )
+        for axis in mesh.axes
+    ]
     for chosen in assignments([axis.size for axis in mesh.axes], cluster.prime_axes()):
         key = _alike(chosen, cluster)
         if key in seen:
             continue
         seen.add(key)
-        offsets = [_best_ways(own, chosen, cluster) for own in chosen]
+        offsets = [
+            _best_ways(own, chosen, cluster, names)
+            for own, names in zip(chosen, patterns, strict=True)
+        ]
         yield _with_primes(mesh, chosen)
         for combined in product(*offsets):
             yield _with_order(mesh, cluster, [np.array(own) for own in combined])
@@ -106,10 +117,10 @@ def _strides(cluster: Cluster) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _best_ways(
-    own: Primes, chosen: tuple[Primes, ...], cluster: Cluster
+    own: Primes, chosen: tuple[Primes, ...], cluster: Cluster, patterns: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The devices of an axis in the orders that no other is better than, the others being anywhere:
-    for each coordinate what it adds to a device's number.
+    """The devices of an axis in the orders that no other is better than for these patterns, the
+    other axes being anywhere: for each coordinate what it adds to a device's number.
     """
     if not own:
         return ((0,),)
@@ -118,8 +129,8 @@ def _best_ways(
     bases = np.array([sum(digits) for digits in product(*steps)])
     ways = list(_offsets(own, cluster))
     lying = [embedding_of(bases[:, None] + np.array(way), cluster) for way in ways]
-    best = sorted(front(np.array([one.amounts(PATTERNS) for one in lying])))
-    best.sort(key=lambda index: max(lying[index].ring.loads))
+    best = sorted(front(np.array([one.amounts(patterns) for one in lying])))
+    best.sort(key=lambda index: lying[index].busiest(patterns))
     return tuple(ways[index] for index in best[:WAYS_OF_AXIS])
 
 
