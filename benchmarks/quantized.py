@@ -139,7 +139,7 @@ def losses(args: argparse.Namespace) -> list[Row]:
         tensors = GPT2LMHeadModel(GPT2Config.from_pretrained(FOLDER)).state_dict()
         for side in args.plans.split(",") if args.plans else sides:
             plan = sides[side]
-            pipeline = training_program(plan, parse_graph(plan.graph)).pipeline
+            pipeline = training_program(plan).pipeline
             every = fork_ranks(
                 RANKS, trained, pipeline, tensors, seed, args.steps, timeout_s=7200.0
             )

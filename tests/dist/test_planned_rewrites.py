@@ -211,6 +211,59 @@ class Adapted(nn.Module):
         return loss
 
 
+class Unread(nn.Module):
+    """The loss does not depend on the part that one weight makes, whose gradient is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 128))
+        self.v, self.unread = nn.Parameter(torch.randn(128)), nn.Parameter(torch.randn(128))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        both = torch.cat((x * self.v, y * self.unread), 1)
+        loss: Tensor = (both.split([128, 128], 1)[0].relu() * self.w).sum()
+        return loss
+
+
+class Mixed(nn.Module):
+    """Calls that only their dtype keeps apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.randn(16))
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        narrow = torch.tanh(a * 2.0).float().sum() + torch.tanh(b * 2.0).float().sum()
+        loss: Tensor = narrow + torch.tanh(c * 2.0).sum() + torch.tanh(d * 2.0).sum() + self.v.sum()
+        return loss
+
+
+class Stacked(nn.Module):
+    """As many tensors as each has rows are stacked: no shape tells where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 2, 2)), nn.Parameter(torch.randn(2))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        one, other = torch.cat((x * self.v, y * self.v), 1).split([2, 2], 1)
+        loss: Tensor = (torch.stack((one, z), 1).relu() * self.w).sum() + other.relu().sum()
+        return loss
+
+
+def unread() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Unread(), {"x": torch.randn(64, 128), "y": torch.randn(64, 128)}
+
+
+def mixed() -> tuple[nn.Module, dict[str, Tensor]]:
+    narrow = {name: torch.randn(8, 16).bfloat16() for name in "ab"}
+    return Mixed(), {**narrow, **{name: torch.randn(8, 16) for name in "cd"}}
+
+
+def stacked() -> tuple[nn.Module, dict[str, Tensor]]:
+    return Stacked(), {name: torch.randn(4, 2) for name in "xyz"}
+
+
 def unequal() -> tuple[nn.Module, dict[str, Tensor]]:
     return Unequal(), {"x": torch.randn(64, 256)}
 
@@ -299,6 +352,7 @@ CHOSEN: Mapping[str, str] = {
     "towers": "linear_along_d0",
     "frozen": "fold_",
     "adapted": "linear_matmul",
+    "unread": "cat_split_with_sizes",
 }
 
 
@@ -317,6 +371,23 @@ def test_what_pays_is_chosen_and_proved(name: str) -> None:
     # What rewrites save is what forbidding them costs.
     (cost,) = without.constraints
     assert cost.text == "--forbid rewrite=*"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked_for"),
+    [
+        ("unread", {}),
+        ("mixed", {"pin": ["rewrite=tanh_along_d0"]}),
+        ("stacked", {"method": "taso"}),
+    ],
+)
+def test_what_shapes_and_dtypes_do_not_tell_is_proved(name: str, asked_for: Any) -> None:
+    """Found by an attacker: no gradient where it is zero, calls apart by dtype alone, and dims of
+    stacks.
+    """
+    plan = asked(name, **asked_for)
+    assert takes_of(plan.decisions.rewrites)
+    assert api.verify(plan).passed
 
 
 @pytest.mark.sample(2)

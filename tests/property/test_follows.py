@@ -14,6 +14,7 @@ from parloom.ir.graph import Graph
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 from parloom.rewrite import known
+from parloom.rewrite.bodies import Body
 from parloom.rewrite.follows import follows, named_rules, with_few_rules
 from parloom.rewrite.known import Known, cases, holds, is_rule, known_rules
 from parloom.rewrite.merge import merges
@@ -117,9 +118,9 @@ def test_rules_have_cases_for_other_functions_and_numbers() -> None:
     assert not is_rule("add_lineer")
 
 
-def masked(dtype: str, text: str = "mul(h, a)") -> Graph:
-    """Two products of a value, added up."""
-    other = text.replace("a", "b")
+def masked(dtype: str, text: str = "mul(h, a)", other: str = "") -> Graph:
+    """Two products of a value, or two calls, added up."""
+    other = other or text.replace("a", "b")
     lines = [
         'graph "Masked" training=True', "",
         'input h: float32[64, 64] = batch("h")',
@@ -153,6 +154,25 @@ def test_numbers_that_are_not_finite_are_no_numbers() -> None:
     assert not [take for take in ways_in(graph) if take.values == ("s",)]
     with pytest.raises(InputError, match="does not follow from"):
         derived(graph, ["take s in main by mul_add_02fc75: mul(add(a, b)[0], 1e999)"])
+
+
+def test_signs_of_zeros_are_told_apart() -> None:
+    """Python has them equal, and calls may tell."""
+    for other, is_one in (("0.0", True), ("-0.0", False)):
+        graph = masked("float32", "copysign(h, 0.0)", f"copysign(h, {other})")
+        body = Body(graph.main, 1_000)
+        assert (body.class_of("p") == body.class_of("q")) == is_one
+
+
+def test_rules_that_are_named_are_needed() -> None:
+    """A call in its own place follows from any rule, and from none."""
+    graph = masked("float32")
+    for text in (
+        "take s in main by add_304601: add(p, q)",
+        "take s in main by merge_linear: add(p, q)",
+    ):
+        with pytest.raises(InputError, match="does not follow from"):
+            derived(graph, [text])
 
 
 WORDS = (

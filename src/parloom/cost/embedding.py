@@ -94,7 +94,7 @@ class Embedding:
 
     def busiest(self, patterns: Collection[str]) -> float:
         """What the busiest links carry, added up over these patterns."""
-        return sum(max(getattr(self, name).loads) for name in patterns)
+        return float(sum(max(getattr(self, name).loads) for name in patterns))
 
     @property
     def kind(self) -> tuple[tuple[int, int], ...]:

@@ -42,8 +42,7 @@ def lowered_programs(plan: Plan, wide: bool = False) -> dict[str, LoweredStages]
     """
     inference = plan.inference
     assert inference is not None, "a plan for inference"
-    own = _graph(plan.graph, wide)
-    first = lowered(plan, own)
+    first = lowered(plan, wide=wide)
     if not inference.new_tokens:
         return {FORWARD: first}
     graph = as_stored(_graph(inference.prefill_graph, wide), plan.decisions.rewrites)

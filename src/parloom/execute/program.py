@@ -9,7 +9,7 @@ from parloom.codegen.source import generate, printable
 from parloom.cost.clusters import short_name
 from parloom.errors import LayoutError, VerifyError
 from parloom.ir.factors import Factored, factorize
-from parloom.ir.graph import Graph, without_gradients
+from parloom.ir.graph import Graph, widened, without_gradients
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import (
     LoweredStages,
@@ -24,7 +24,7 @@ from parloom.ir.plan import GLOBAL, Decisions, Plan
 from parloom.ir.stages import Cut, like
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_decisions, verify_graph, verify_pcg
-from parloom.rewrite.rewrites import as_stored, derived
+from parloom.rewrite.rewrites import as_stored, derived, rewritten
 from parloom.runtime import Pipeline, Program, one_stage
 from parloom.search.evaluation import evaluation_decisions
 
@@ -90,9 +90,11 @@ class CompiledStages:
         return "\n\n".join(stage.source for stage in self.stages)
 
 
-def training_program(plan: Plan, graph: Graph | None = None) -> CompiledStages:
-    """The training program of a plan; `graph` replaces the plan's own (for proofs)."""
-    return compile_stages(lowered(plan, graph), plan.decisions, title_of(plan))
+def training_program(
+    plan: Plan, graph: Graph | None = None, *, wide: bool = False
+) -> CompiledStages:
+    """The training program of a plan; see `lowered`."""
+    return compile_stages(lowered(plan, graph, wide=wide), plan.decisions, title_of(plan))
 
 
 def compile_stages(stages: LoweredStages, decisions: Decisions, title: str) -> CompiledStages:
@@ -129,9 +131,15 @@ def _replica_numbers(decisions: Decisions) -> tuple[int, ...]:
     return tuple(numbers[stage] for stage in range(len(decisions.stages)))
 
 
-def lowered(plan: Plan, graph: Graph | None = None) -> LoweredStages:
-    """The training programs of a plan's stages with all layouts and movements, checked."""
-    graph = derived(verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites)
+def lowered(plan: Plan, graph: Graph | None = None, *, wide: bool = False) -> LoweredStages:
+    """The training programs of a plan's stages with all layouts and movements, checked; `graph` is
+    the plan's own where it has been read already. `wide` in double precision, for proofs: rewrites
+    still have to follow in the dtypes that the plan is for.
+    """
+    own, rewrites = verify_graph(graph or parse_graph(plan.graph)), plan.decisions.rewrites
+    graph = derived(own, rewrites)
+    if wide:
+        graph = rewritten(widened(own), rewrites)
     factored = factorize(graph)
     verify_decisions(graph, plan.decisions, factored)
     try:

@@ -153,7 +153,7 @@ def verify(
     plan = replace(plan, decisions=plain)
     tensors = {name: in_double(t) for name, t in tensors.items()}
     batch = {name: in_double(t) for name, t in batch.items()}
-    pipeline = training_program(plan, graph).pipeline
+    pipeline = training_program(plan, wide=True).pipeline
     say(f"training {STEPS} steps on {pipeline.num_ranks} ranks")
     found = fork_ranks(
         pipeline.num_ranks,

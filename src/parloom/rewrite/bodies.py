@@ -18,10 +18,11 @@ from parloom.rewrite.take import Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
 from parloom.rewrite.terms import Term, in_pairs
 
-# Where an operator says a dim, or dims.
+# Where an operator says a dim, or dims, and of which it is the first where that is not said.
 DIMS: Mapping[str, int] = {
     "cat": 1, "stack": 1, "split_with_sizes": 2, "softmax": 1, "sum": 1, "mean": 1,
 }  # fmt: skip
+FIRST_DIM = frozenset({"cat", "stack", "split_with_sizes"})
 
 # Operators of which rules say flags.
 FLAGGED = frozenset({"batch_norm"})
@@ -132,13 +133,17 @@ def _has_dtype(arg: Arg) -> bool:
 
 def term_of_node(node: Node, specs: Mapping[str, TensorSpec]) -> Term:
     """A call as a term, with dims counted from the last."""
-    return Term(node.op, tuple(from_last(node, i, arg, specs) for i, arg in enumerate(node.args)))
+    args = node.args
+    if node.op in FIRST_DIM and len(args) == DIMS[node.op]:
+        args = (*args, 0)
+    return Term(node.op, tuple(from_last(node, i, arg, specs) for i, arg in enumerate(args)))
 
 
 def from_last(node: Node, position: int, arg: Arg, specs: Mapping[str, TensorSpec]) -> TermArg:
     """An argument of a call as that of a term: dims are counted from the last."""
     if DIMS.get(node.op) == position and not isinstance(arg, (Ref, str, float)):
-        return _from_last(arg, len(specs[node.refs[0]].shape))
+        # `stack` says where among the dims of its result the new one is.
+        return _from_last(arg, len(specs[node.refs[0]].shape) + (node.op == "stack"))
     return term_of(arg)
 
 

@@ -84,6 +84,18 @@ def follows(function: Function, take: Take, rules: Sequence[Rule]) -> bool:
     return _used(function, take, rules) is not None
 
 
+def follows_as_named(function: Function, take: Take) -> bool:
+    """Whether a take follows from the rules that it names, and says none that it does not need to
+    get there: one that changes nothing follows from any.
+    """
+    used = _used(function, take, named_rules(function, take))
+    if used is None:
+        return False
+    ops = {call.op for call in calls_in(take.call)}
+    there = {own.id for own in used} | {name for name, op in merge.RULES.items() if op in ops}
+    return there.issuperset(take.rules)
+
+
 def _used(function: Function, take: Take, rules: Sequence[Rule]) -> list[Rule] | None:
     """The rules among these that changed anything until a take followed; None where it does not,
     or where one of them does not hold.

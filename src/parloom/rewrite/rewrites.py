@@ -16,7 +16,7 @@ from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
 from parloom.ir.ops import OPS
 from parloom.rewrite import folds, merge
-from parloom.rewrite.follows import follows, inexact, named_rules
+from parloom.rewrite.follows import follows_as_named, inexact, named_rules
 from parloom.rewrite.horizontal import fusions, is_fusion, name_of
 from parloom.rewrite.known import is_rule, known_rules, partial_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
@@ -92,7 +92,7 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
             is_true = take in fusions(graph, function)
         else:
             is_true = str(take) in merges and set(take.rules) <= set(merge.RULES)
-            is_true = is_true or follows(function, take, named_rules(function, take))
+            is_true = is_true or follows_as_named(function, take)
             if reason := inexact(function, named_rules(function, take)):
                 raise InputError(f"{take}: errors are more than twice as large by {reason}")
         if not is_true:

@@ -70,6 +70,8 @@ def parse_take(text: str) -> Take | None:
     if found is None:
         return None
     values, rules = (tuple(found[i].split(", ")) for i in (1, 3))
+    if set(values) == {NONE}:
+        raise InputError(f"{text}: it takes the place of no value")
     return Take(found[2], values, parse_call(found[4]), rules)
 
 

@@ -20,6 +20,8 @@ from parloom.ir.ops.exact import Exact, Given
 from parloom.rewrite.parallel import computes_of, product_of
 
 LEAD, CAT, SPLIT = "*", "cat", "split_with_sizes"
+MOST_MARKS = 500
+"""Calls and operators in the text of a term."""
 _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\[([^\]]*)\]\s*(?:<([^,]+))?(?:,|$)")
 Size = tuple[tuple[str, ...], ...]
 """A sum of products of names."""
@@ -256,10 +258,14 @@ def size_in(size: Size, sizes: Mapping[str, Any], one: Any) -> Any:
 
 
 def _expression(text: str) -> ast.expr:
+    # Python's parser, and all that goes through what it reads, nests as deeply as the text does.
+    depth = max(text.count(mark) for mark in "([.-+~*")
+    if depth > MOST_MARKS:
+        raise InputError(f"{text[:40]!r}... is no term: it has {depth} calls or operators")
     try:
         return ast.parse(text.strip(), mode="eval").body
-    except SyntaxError as error:
-        raise InputError(f"{text!r} cannot be read: {error.msg}") from None
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"{text!r} cannot be read: {error}") from None
 
 
 def _size(node: ast.expr, text: str) -> Size:
