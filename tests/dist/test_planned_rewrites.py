@@ -221,7 +221,7 @@ class Unread(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         both = torch.cat((x * self.v, y * self.unread), 1)
-        loss: Tensor = (both.split([128, 128], 1)[0].relu() * self.w).sum()
+        loss: Tensor = (torch.split(both, [128, 128], 1)[0].relu() * self.w).sum()
         return loss
 
 
@@ -246,7 +246,7 @@ class Stacked(nn.Module):
         self.w, self.v = nn.Parameter(torch.randn(4, 2, 2)), nn.Parameter(torch.randn(2))
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        one, other = torch.cat((x * self.v, y * self.v), 1).split([2, 2], 1)
+        one, other = torch.split(torch.cat((x * self.v, y * self.v), 1), [2, 2], 1)
         loss: Tensor = (torch.stack((one, z), 1).relu() * self.w).sum() + other.relu().sum()
         return loss
 
