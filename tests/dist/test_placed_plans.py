@@ -18,12 +18,14 @@ from parloom.errors import InputError
 from parloom.execute.files import read_plan
 from parloom.execute.launch import run as launch_run
 from parloom.execute.startup import Place, mismatch
+from parloom.explain import explain
 from parloom.export.launch import job_of
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Plan
 from parloom.ir.plan_json import plan_hash
 from parloom.ir.text import parse_graph
 from parloom.objectives import proposed as of_method
+from parloom.report.output import rendered
 from parloom.report.page.network import network_view
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import Placed, place, with_mesh
@@ -70,6 +72,11 @@ def test_a_reduction_over_a_slice_goes_around_it(placed: tuple[Plan, Path]) -> N
     where = [(device % 2, device // 2) for device in order]
     steps = [*pairwise(where), (where[-1], where[0])]
     assert all(abs(a - c) + abs(b - d) == 1 for (a, b), (c, d) in steps)
+
+
+def test_it_is_explained(placed: tuple[Plan, Path]) -> None:
+    said = rendered(explain(placed[0]).screen, 200)
+    assert "over 8 devices (ICI y, ICI x)" in said
 
 
 def test_a_page_draws_what_neighbors_on_the_slice_send(placed: tuple[Plan, Path]) -> None:

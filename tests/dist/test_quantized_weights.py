@@ -204,7 +204,9 @@ def test_plans_hold_fewer_bytes() -> None:
     assert "--weights int8" in plan.command()
     assert "--weights" not in plans[None].command()
     assert plan_from_json(plan_to_json(plan), "plan") == plan
-    assert api.verify(plan).passed
+    report = api.verify(plan)
+    assert report.passed
+    assert "single device with weights rounded to int8" in str(report)
 
 
 def test_values_are_made_of_those_that_are_read() -> None:

@@ -55,7 +55,8 @@ def prove_inference(plan: Plan, *, small: bool, progress: Callable[[str], None])
         # Built anew: a trace may leave something in a model.
         loaded, text = load_model(source.spec, **built), ""  # type: ignore[arg-type]
     report = _proved(plan, loaded, progress)
-    return replace(report, shrunk=text)
+    rounded = f"weights rounded to {inference.weights}" if inference.weights else ""
+    return replace(report, shrunk=text, rounded=rounded)
 
 
 def _proved(plan: Plan, loaded: Loaded, progress: Callable[[str], None]) -> VerifyReport:

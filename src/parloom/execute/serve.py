@@ -20,6 +20,7 @@ import torch
 
 from parloom.capture import load_model
 from parloom.capture.fingerprint import fingerprint
+from parloom.capture.load import sizes_of
 from parloom.capture.quantized import stored_values, without_scales
 from parloom.cost.units import format_seconds
 from parloom.errors import FingerprintError
@@ -67,6 +68,9 @@ def main(argv: Sequence[str]) -> None:
         partial.replace(asked.answers)
     took = format_seconds(time.monotonic() - began)
     print(f"{len(requests)} answered in {took}, without loading the model", file=sys.stderr)
+    if asked.weights is None and sizes_of(plan.source.spec) is not None:
+        new = f"the weights are new, drawn with seed {plan.seed}"
+        print(f"{new}: --weights FILES gives those of a checkpoint", file=sys.stderr)
 
 
 def server_of(plan: Plan, stored: Path | None) -> Server:

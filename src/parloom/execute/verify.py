@@ -53,7 +53,8 @@ Tensors = Mapping[str, Tensor]
 class VerifyReport:
     """The outcome: the worst relative error and the tensor it occurred in.
 
-    `eager` says whether the reference is what the user's own module does.
+    `eager` says whether the reference is what the user's own module does, `rounded` what both sides
+    round at the same places, which the user's own module does not.
     """
 
     passed: bool
@@ -67,6 +68,7 @@ class VerifyReport:
     shrunk: str = ""
     eager: EagerReport | None = None
     of: str = "steps"
+    rounded: str = ""
 
     def with_eager(self, eager: EagerReport) -> "VerifyReport":
         """The report of both comparisons; the plan is wrong where its reference is."""
@@ -82,9 +84,11 @@ class VerifyReport:
         what = f"{self.num_tensors} tensors on {ranks} over {self.steps} {self.of}"
         shrunk = f" (shrunk: {self.shrunk})" if self.shrunk else ""
         if self.passed:
+            both = f" with {self.rounded}" if self.rounded else ""
             return (
-                f"PASS: parallel equals single device, {what}{shrunk}: largest relative difference"
-                f" {self.worst_error:.1e} ({self.worst_tensor}), limit {self.tolerance:.0e}"
+                f"PASS: parallel equals single device{both}, {what}{shrunk}: largest relative"
+                f" difference {self.worst_error:.1e} ({self.worst_tensor}), limit"
+                f" {self.tolerance:.0e}"
             )
         return (
             f"FAIL: first tensor that differs: {self.first_difference}; largest relative difference"
@@ -174,7 +178,9 @@ def verify(
     if quantizer is not None:
         reference = replace(reference, addends=quantizer.exact)
         parallel = replace(parallel, addends=quantizer.summed)
-    return compare(reference, parallel, pipeline.num_ranks)
+    sent = " and ".join(plain.sent_dtypes)
+    rounded = f"what the plan sends in {sent} rounded at the same places" if sent else ""
+    return replace(compare(reference, parallel, pipeline.num_ranks), rounded=rounded)
 
 
 def in_double(tensor: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def plan_explained(case: Case, rewrites: Iterable[Document] = ()) -> Document:
         "source": {"name": case.source.name, "band_s": [low, high]},
         "num_microbatches": plan.decisions.num_microbatches,
         "mesh": [_axis(case, axis) for axis in case.mesh.axes],
-        "words": list(words(parse_graph(plan.graph), plan.decisions)),
+        "words": list(words(parse_graph(plan.graph), plan.decisions, case.cluster)),
         "constraints": list(constraint_lines(plan)),
         "status": plan.status,
         "notes": list(plan.notes),

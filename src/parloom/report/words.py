@@ -371,7 +371,9 @@ def links_of(mesh: Mesh, axis: MeshAxis, levels: Sequence[Level]) -> tuple[str, 
     """The levels that an axis of a mesh is on, by name, the slowest first: in an order of devices,
     those in which two devices of a group along it differ.
     """
-    crossed = {p.level for p in axis.primes if levels and p.size > 1}
+    if not levels:
+        return ()
+    crossed = {p.level for p in axis.primes if p.size > 1}
     if mesh.order and not axis.steps:
         crossed = set()
         strides = tuple(accumulate((level.size for level in levels[:-1]), mul, initial=1))
