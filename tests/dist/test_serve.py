@@ -17,6 +17,7 @@ from parloom.capture.generation import capture_generation
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
 from parloom.errors import InputError
+from parloom.execute.apart import together
 from parloom.execute.inference import inference_programs
 from parloom.execute.requests import check_requests, read_requests
 from parloom.execute.serve import Answer, answers
@@ -153,12 +154,31 @@ def test_each_output_is_of_its_request(tmp_path: Path, size: int) -> None:
         torch.testing.assert_close(torch.tensor(answer["turned"]).flatten(), one)
 
 
-@pytest.mark.parametrize("also", [torch.mean, lambda found: found @ found.t()])
+@pytest.mark.parametrize(
+    "also",
+    [
+        torch.mean,
+        lambda found: found @ found.t(),
+        lambda found: found @ found.t() @ found,
+        lambda found: found - found.mean(0),
+        lambda found: found / found.norm(),
+        lambda found: found.softmax(0),
+        lambda found: found.cumsum(0),
+        lambda found: found.roll(1, 0),
+        lambda found: nn.functional.batch_norm(found, None, None, training=True),
+    ],
+)
 def test_outputs_of_several_requests_are_refused(
     tmp_path: Path, also: Callable[[Tensor], Tensor]
 ) -> None:
     with pytest.raises(InputError, match="output 'also' is made of all requests of a batch"):
         _answers(torch.randn(4, 6), also, tmp_path)
+
+
+def test_experts_answer_each_request_by_itself() -> None:
+    """They send tokens to each other's ranks, and give each what it has alone."""
+    graph = served("mixtral").made.prefill
+    assert together(replace(graph, updates=())) == frozenset()
 
 
 def test_a_batch_of_one_prompt(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError
+from parloom.execute.apart import together
 from parloom.execute.files import check_file
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph, TensorSpec
@@ -94,8 +95,9 @@ def output_samples(graph: Graph) -> Mapping[str, int | None]:
         shapes = graph.main.specs()
         return {n: 0 if shapes[v].shape[:1] == (1,) else None for n, v in graph.outputs}
     found: dict[str, int | None] = {}
+    mixed = together(graph)
     for name, dims in output_dims(factorize(graph)).items():
-        if len(dims) != 1:
+        if len(dims) != 1 or name in mixed:
             raise InputError(
                 f"answers are of one request each, and output {name!r} is made of all requests of a"
                 f" batch together; plan from a factory whose model returns no {name!r}, or with a"
