@@ -372,7 +372,7 @@ def links_of(mesh: Mesh, axis: MeshAxis, levels: Sequence[Level]) -> tuple[str, 
     those in which two devices of a group along it differ.
     """
     crossed = {p.level for p in axis.primes if levels and p.size > 1}
-    if mesh.order and not axis.steps:
+    if mesh.order and levels and not axis.steps:
         crossed = set()
         strides = tuple(accumulate((level.size for level in levels[:-1]), mul, initial=1))
         for rank, device in enumerate(mesh.order):
