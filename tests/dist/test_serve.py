@@ -67,6 +67,7 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 1.5]}', "input_ids has 1.5, and takes whole numbers"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, true]}', "has true, and takes whole numbers"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, NaN]}', "requests.jsonl:1: cannot be read: NaN"),
+        ('{"input_ids": [1], "input_ids": [2]}', "cannot be read: a name is given twice"),
         ('{"input_ids": [' + "9" * 5000 + "]}", "requests.jsonl:1: cannot be read: "),
         ("[" * 100_000, "requests.jsonl:1: cannot be read: "),
         ('{"input_ids": [[[1]], 2]}', "requests.jsonl:1: input_ids: "),
@@ -76,6 +77,14 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
 def test_bad_requests_are_named(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         list(read_requests(_file(tmp_path, line), served("gpt2").made.prefill))
+
+
+@pytest.mark.parametrize("number", ["1e39", "-1e400"])
+def test_numbers_beyond_the_dtype_are_refused(tmp_path: Path, number: str) -> None:
+    """They would be infinite, which JSON has no number for."""
+    graph, _ = capture_inference(Loaded(nn.Linear(2, 2), {"input": torch.zeros(1, 2)}), 0)
+    with pytest.raises(InputError, match="input has a number beyond those of float32"):
+        list(read_requests(_file(tmp_path, f'{{"input": [0, {number}]}}'), graph))
 
 
 def test_files_as_editors_write_them(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def _check_samples(graph: Graph) -> None:
 def _request(line: str, where: str, graph: Graph, rows: Mapping[str, int]) -> Request:
     """One request, of the shapes that the plan was made for."""
     try:
-        given = json.loads(line, parse_constant=_no_number)
+        given = json.loads(line, parse_constant=_no_number, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}:{error.colno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
@@ -152,6 +152,13 @@ def _request(line: str, where: str, graph: Graph, rows: Mapping[str, int]) -> Re
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tensor:
@@ -171,6 +178,8 @@ def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tenso
     if found.shape != spec.shape[1:]:
         wanted = list(spec.shape[1:])
         raise InputError(f"{where} has shape {list(found.shape)}, the plan: {wanted}")
+    if not found.isfinite().all():
+        raise InputError(f"{where} has a number beyond those of {spec.dtype}")
     return found
 
 
