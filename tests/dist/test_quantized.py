@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from parloom import runtime as rt
 from parloom.comparators.baselines import METHODS, random_plan
@@ -96,6 +96,26 @@ def test_collectives_equal_a_dense_oracle(ranks: int) -> None:
         assert not torch.allclose(scattered, sent[:, rank].sum(0), rtol=1e-4, atol=1e-4)
         assert torch.equal(gathered, torch.stack([through(own[0]) for own in sent]))
         assert torch.allclose(flat, total, rtol=1e-6, atol=1e-6)
+
+
+class _Beside(nn.Module):
+    """A linear layer beside parameters without elements and with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.none = nn.Parameter(torch.zeros(0))
+        self.one = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x) * self.one + self.none.sum()
+        return made.square().mean()
+
+
+def test_parameters_without_elements_are_proved() -> None:
+    model = lowered.of(_Beside(), {"x": torch.randn(4, 6)})
+    *_, found = METHODS["data_parallel"](model.graph, load_cluster("2xcpu"), 1, 0)
+    assert proof(model, in_int8(found, model.graph)).passed
 
 
 # A whole step of a hand-written program.

@@ -18,6 +18,7 @@ from parloom.capture.generation import capture_generation
 from parloom.capture.inference import capture_inference
 from parloom.capture.load import Loaded
 from parloom.errors import InputError
+from parloom.execute.apart import together
 from parloom.execute.inference import inference_programs
 from parloom.execute.requests import check_requests, read_requests
 from parloom.execute.serve import Answer, answers, write
@@ -67,6 +68,7 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, 1.5]}', "input_ids has 1.5, and takes whole numbers"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, true]}', "has true, and takes whole numbers"),
         ('{"input_ids": [1, 2, 3, 4, 5, 6, 7, NaN]}', "requests.jsonl:1: cannot be read: NaN"),
+        ('{"input_ids": [1], "input_ids": [2]}', "cannot be read: a name is given twice"),
         ('{"input_ids": [' + "9" * 5000 + "]}", "requests.jsonl:1: cannot be read: "),
         ("[" * 100_000, "requests.jsonl:1: cannot be read: "),
         ('{"input_ids": [[[1]], 2]}', "requests.jsonl:1: input_ids: "),
@@ -76,6 +78,14 @@ def test_each_request_is_answered_as_it_would_be_alone(tmp_path: Path) -> None:
 def test_bad_requests_are_named(tmp_path: Path, line: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         list(read_requests(_file(tmp_path, line), served("gpt2").made.prefill))
+
+
+@pytest.mark.parametrize("number", ["1e39", "-1e400"])
+def test_numbers_beyond_the_dtype_are_refused(tmp_path: Path, number: str) -> None:
+    """They would be infinite, which JSON has no number for."""
+    graph, _ = capture_inference(Loaded(nn.Linear(2, 2), {"input": torch.zeros(1, 2)}), 0)
+    with pytest.raises(InputError, match="input has a number beyond those of float32"):
+        list(read_requests(_file(tmp_path, f'{{"input": [0, {number}]}}'), graph))
 
 
 def test_files_as_editors_write_them(tmp_path: Path) -> None:
@@ -159,17 +169,6 @@ def test_each_output_is_of_its_request(tmp_path: Path, size: int) -> None:
         torch.testing.assert_close(torch.tensor(answer["turned"]).flatten(), one)
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e39"])
-def test_numbers_beyond_those_of_the_model_are_refused(tmp_path: Path, number: str) -> None:
-    model = _Outputs(torch.square).eval()
-    graph, _ = capture_inference(Loaded(model, {"generated": torch.ones(1, 6)}), 0)
-    lines = [f'{{"generated": [{first}, 1, 1, 1, 1, 1]}}' for first in ("1e30", number)]
-    found = read_requests(_file(tmp_path, *lines), graph)
-    assert next(found)["generated"][0] == torch.tensor(1e30)
-    with pytest.raises(InputError, match=r"requests.jsonl:2: .* beyond those of float32"):
-        next(found)
-
-
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     made = _answers(torch.ones(2, 6), lambda found: found / torch.zeros(()), tmp_path)
     file = io.StringIO()
@@ -182,12 +181,31 @@ def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
         assert found == {name: value for name, value in answer.items() if name != "also"}
 
 
-@pytest.mark.parametrize("also", [torch.mean, lambda found: found @ found.t()])
+@pytest.mark.parametrize(
+    "also",
+    [
+        torch.mean,
+        lambda found: found @ found.t(),
+        lambda found: found @ found.t() @ found,
+        lambda found: found - found.mean(0),
+        lambda found: found / found.norm(),
+        lambda found: found.softmax(0),
+        lambda found: found.cumsum(0),
+        lambda found: found.roll(1, 0),
+        lambda found: nn.functional.batch_norm(found, None, None, training=True),
+    ],
+)
 def test_outputs_of_several_requests_are_refused(
     tmp_path: Path, also: Callable[[Tensor], Tensor]
 ) -> None:
     with pytest.raises(InputError, match="output 'also' is made of all requests of a batch"):
         _answers(torch.randn(4, 6), also, tmp_path)
+
+
+def test_experts_answer_each_request_by_itself() -> None:
+    """They send tokens to each other's ranks, and give each what it has alone."""
+    graph = served("mixtral").made.prefill
+    assert together(replace(graph, updates=())) == frozenset()
 
 
 def test_a_batch_of_one_prompt(tmp_path: Path) -> None:

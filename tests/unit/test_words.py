@@ -249,6 +249,8 @@ def test_the_links_of_an_axis_in_an_order_of_devices_are_those_of_its_groups() -
     columns = replace(nested, order=(0, 2, 4, 6, 1, 3, 5, 7))
     assert [links_of(nested, axis, levels) for axis in nested.axes] == [(long,), (long, short)]
     assert [links_of(columns, axis, levels) for axis in columns.axes] == [(short,), (long,)]
+    # What `explain` writes is without the cluster.
+    assert [links_of(columns, axis, ()) for axis in columns.axes] == [(), ()]
 
 
 def test_what_one_flag_costs_and_what_several_cost() -> None:

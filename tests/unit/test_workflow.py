@@ -229,6 +229,19 @@ def test_models_are_timed_on_this_machine(
         models(tmp_path / "none.yaml", "box")
 
 
+def test_a_model_that_raises_is_no_bug_of_parloom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Linear(2, 2), {}\n", encoding="utf-8"
+    )
+    file = tmp_path / "raises.yaml"
+    file.write_text(SMALL.replace("fast: {", "fast: {model: 'net.py:make', "), encoding="utf-8")
+    flags = ["--worker", "box", "--out", str(tmp_path / "box.yaml")]
+    assert cli.main(["workflow", "profile", str(file), *flags]) == 2
+    assert "net.py:make raised" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "worker", "message"),
     [

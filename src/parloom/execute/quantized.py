@@ -61,11 +61,13 @@ def _quantized(program: Program, action: str, times: Sequence[str]) -> dict[str,
 
 def quantized(tensor: Tensor) -> Tensor:
     """The numbers as they arrive where they are sent in int8, in blocks of the flat tensor."""
+    if not tensor.numel():
+        return tensor
     blocks = []
     for block in torch.split(tensor.reshape(-1), BLOCK):
         scale = block.abs().max() / LARGEST
         blocks.append((block / scale).round() * scale if scale else torch.zeros_like(block))
-    return torch.cat(blocks).view(tensor.shape) if blocks else tensor
+    return torch.cat(blocks).view(tensor.shape)
 
 
 class QuantizedReference:

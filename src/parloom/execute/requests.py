@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parloom.errors import InputError
+from parloom.execute.apart import together
 from parloom.execute.files import check_file
 from parloom.ir.factors import factorize
 from parloom.ir.graph import CACHE, Graph, TensorSpec
@@ -99,8 +100,9 @@ def output_samples(graph: Graph) -> Mapping[str, int | None]:
         shapes = graph.main.specs()
         return {n: 0 if shapes[v].shape[:1] == (1,) else None for n, v in graph.outputs}
     found: dict[str, int | None] = {}
+    mixed = together(graph)
     for name, dims in output_dims(factorize(graph)).items():
-        if len(dims) != 1:
+        if len(dims) != 1 or name in mixed:
             raise InputError(
                 f"answers are of one request each, and output {name!r} is made of all requests of a"
                 f" batch together; plan from a factory whose model returns no {name!r}, or with a"
@@ -139,7 +141,7 @@ def _check_samples(graph: Graph) -> None:
 def _request(line: str, where: str, graph: Graph, rows: Mapping[str, int]) -> Request:
     """One request, of the shapes that the plan was made for."""
     try:
-        given = json.loads(line, parse_constant=_no_number)
+        given = json.loads(line, parse_constant=_no_number, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}:{error.colno}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
@@ -157,6 +159,13 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
+
+
 def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tensor:
     """An input of one sample, whose numbers are below `rows` where they are places of a table."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -171,11 +180,11 @@ def _tensor(given: Any, spec: TensorSpec, where: str, rows: int | None) -> Tenso
         found = torch.tensor(given, dtype=dtype)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"{where}: {error}") from None
-    if not found.isfinite().all():
-        raise InputError(f"{where} has a number beyond those of {spec.dtype}")
     if found.shape != spec.shape[1:]:
         wanted = list(spec.shape[1:])
         raise InputError(f"{where} has shape {list(found.shape)}, the plan: {wanted}")
+    if not found.isfinite().all():
+        raise InputError(f"{where} has a number beyond those of {spec.dtype}")
     return found
 
 

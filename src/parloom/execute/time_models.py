@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from parloom.capture.load import load_model
+from parloom.capture.load import UserCode, load_model
 from parloom.workflow.profiles import Profile
 
 WARM_UP = 3
@@ -49,7 +49,8 @@ def _seconds(spec: str, device: torch.device, repetitions: int) -> list[float]:
         for trial in range(WARM_UP + repetitions):
             _wait(device)
             began = time.perf_counter()
-            model(**batch)
+            with UserCode(f"the forward pass of {spec}"):
+                model(**batch)
             _wait(device)
             took = time.perf_counter() - began
             if trial >= WARM_UP:
