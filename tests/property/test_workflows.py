@@ -44,6 +44,23 @@ def test_exact_plans_cost_what_enumeration_finds(block: int) -> None:
             check(plan)
 
 
+@pytest.mark.parametrize("times", [1e-9, 1e-4, 1e6])
+def test_dollars_may_be_of_any_size(times: float) -> None:
+    """The solver's tolerances are absolute: without units of their own, small ones are noise."""
+    for seed in range(24):
+        workflow = drawn(seed, 5)
+        workers = (replace(own, usd_per_h=times * own.usd_per_h) for own in workflow.workers)
+        links = {
+            pair: replace(own, usd_per_byte=times * own.usd_per_byte)
+            for pair, own in workflow.links.items()
+        }
+        scaled = planned(replace(workflow, workers=tuple(workers), links=links))
+        plan = planned(workflow)
+        assert (plan is None) == (scaled is None), seed
+        if plan is not None and scaled is not None:
+            assert scaled.usd_per_h == pytest.approx(times * plan.usd_per_h, TIGHT, 0), seed
+
+
 @pytest.mark.parametrize("seed", [134, 362, 609, 845])
 def test_what_other_tolerances_of_the_solver_miss(seed: int) -> None:
     """Plans that HiGHS misses with some pair of tolerance and presolve (`workflow/solve.py`)."""

@@ -1,7 +1,8 @@
 """HiGHS on a program that may be interrupted: what it found, and the bound that it proved."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
@@ -44,9 +45,11 @@ def solve(
 ) -> Found:
     """The least cost, within `gap` or as far as `seconds` or Ctrl-C let it come.
 
-    Ctrl-C ends the solver, not this function: `interrupted` says so.
+    Ctrl-C ends the solver, not this function: `interrupted` says so. Costs are given to it in units
+    of the largest one, as its tolerances are absolute.
     """
-    solver = program.solver(gap)
+    unit = 2.0 ** math.frexp(max(map(abs, program.costs), default=0.0))[1]
+    solver = replace(program, costs=[cost / unit for cost in program.costs]).solver(gap)
     for option, value in OPTIONS.items():
         solver.setOptionValue(option, value)
     if seconds is not None:
@@ -63,13 +66,14 @@ def solve(
     feasible = int(info.primal_solution_status) == int(
         highspy.SolutionStatus.kSolutionStatusFeasible
     )
-    cost = float(info.objective_function_value)
+    cost = unit * float(info.objective_function_value)
     whole = status == kinds.kOptimal
-    bound = float(info.mip_dual_bound) if any(program.integers) else cost if whole else -np.inf
+    dual = unit * float(info.mip_dual_bound)
+    bound = dual if any(program.integers) else cost if whole else -np.inf
     if not feasible:
         return Found(None, float("inf"), bound, interrupted=interrupted)
     solution = solver.getSolution()
-    reduced = () if any(program.integers) else tuple(solution.col_dual)
+    reduced = () if any(program.integers) else tuple(unit * own for own in solution.col_dual)
     values, bound = tuple(solution.col_value), min(bound, cost)
     return Found(values, cost, bound, interrupted=interrupted, reduced_costs=reduced)
 
