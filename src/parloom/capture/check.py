@@ -11,6 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from parloom.errors import CaptureError, InputError, has_controls
+from parloom.ir.gradients import with_gradients
 from parloom.ir.graph import Graph, Input, Node
 from parloom.ir.ops import op_of
 from parloom.ir.simplify import nodes_of
@@ -169,7 +170,7 @@ def with_trained(graph: Graph) -> Graph:
     """
     if not graph.training:
         return graph
-    trained = trained_values(graph)
+    trained = with_gradients(graph)
     wanted = [i for i in graph.inputs if i.trainable]
     if not any(i.value.name in trained for i in wanted):
         detached = "some are read, but " if readers(graph, wanted) else ""
@@ -186,16 +187,6 @@ def readers(graph: Graph, wanted: list[Input]) -> list[Node]:
     """The nodes that read one of these inputs."""
     names = {i.value.name for i in wanted}
     return [node for node in nodes_of(graph) if names.intersection(node.refs)]
-
-
-def trained_values(graph: Graph) -> set[str]:
-    """Values that the loss has a gradient with respect to."""
-    reached = {graph.loss} if graph.loss else set()
-    for node in reversed(tuple(nodes_of(graph))):
-        results = [v for v in node.results if v.name in reached and v.spec.is_float]
-        if results and node.op != "detach" and op_of(node).differentiable:
-            reached.update(node.refs)
-    return reached
 
 
 def check_names(model: nn.Module, batch: Mapping[str, Tensor]) -> None:

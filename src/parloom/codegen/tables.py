@@ -1,5 +1,6 @@
 """The tables at the end of a generated program: mesh, tensors, parameters, units, schedule."""
 
+from parloom.ir.gradients import with_gradients
 from parloom.ir.graph import CACHE, DTYPE_BYTES, Input
 from parloom.ir.layout import Layout, digits
 from parloom.ir.mesh import Mesh
@@ -44,6 +45,9 @@ def tables(pcg: PCG) -> str:
     lines += _block("leaving", [_crossing(n, n, v, pcg.mesh) for n, v in sent])
     lines += _block("outputs", [_tensor(n, v, pcg.mesh) for n, v in pcg.outputs])
     lines += _block("parameters", [_parameter(p, pcg) for p in pcg.parameters])
+    reached = with_gradients(pcg.graph)
+    unreached = (p.input for p in pcg.parameters if p.input.value.name not in reached)
+    lines += _block("zero_gradients", [repr(i.target) for i in unreached if i.trainable])
     lines += _block("adjacent", [repr(group) for group in pcg.adjacent])
     if pcg.loss is None:
         lines.append("    has_loss=False,")

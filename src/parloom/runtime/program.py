@@ -143,6 +143,8 @@ class Program:
     inputs only, which are summed over microbatches
     and handed to every `forward`. `arriving` comes from other stages and `leaving` goes
     there; one stage `has_loss`. `unread` are entries of the planned batch that no pass reads.
+    `zero_gradients` are parameters that the model has a gradient of, which is zero: rewrites left
+    out all that reads them.
     With `by_microbatch` each microbatch is computed by itself, as gradient accumulation does: it
     has draws of its own and leaves its new buffers to the next. `adjacent` are parameters whose
     home shards lie one after the other in one memory, since operators read them as one.
@@ -168,6 +170,7 @@ class Program:
     reduce_dtype: str | None = None
     adjacent: tuple[tuple[str, ...], ...] = ()
     unread: tuple[str, ...] = ()
+    zero_gradients: tuple[str, ...] = ()
 
     def nodes(self, action: str, when: str = "step") -> tuple[StepNode, ...]:
         """The step program's nodes of one action and time, in order."""

@@ -249,15 +249,14 @@ class Store:
         return list(self._leaves.collected)
 
     def finish_gradients(self) -> None:
-        """Wait until every owned parameter that trains has its whole gradient: zero where none
-        arrives, as rewrites may leave out what the loss does not depend on.
-        """
+        """Wait until every owned parameter has its whole gradient (None where none arrives)."""
         self._leaves.finish()
         self._traffic.land()
         for held in self.helds.values():
             held.finish_gradient()
-            if held.spec.trainable and held.owned.grad is None:
-                held.owned.grad = torch.zeros_like(held.owned)
+        for name in self._program.zero_gradients:
+            held = self.helds[name]
+            held.owned.grad = torch.zeros_like(held.owned)
 
     def publish(self) -> None:
         """Copy masters to the stored chunks."""
