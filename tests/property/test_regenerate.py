@@ -47,4 +47,4 @@ def test_the_command_prints_counts_and_writes(
     assert "after TASO's pruning" in first
     assert total.startswith("rules proved, without renamings: ")
     assert last.startswith("basis: ")
-    assert path.read_text(encoding="utf-8").startswith('{"version": 3, "rules": [')
+    assert path.read_text(encoding="utf-8").startswith('{"version": 4, "rules": [')
