@@ -38,6 +38,7 @@ NO_REWRITE = f"{REWRITE}=*"
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
 RULE = re.compile(r"[\w*?\[\]]+")
+RARE = re.compile(r"_along_[df]([4-9]|[0-9]{2})")  # rules that no message offers
 NUMBER = re.compile(r"[0-9]{1,9}")
 WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{NUMBER.pattern}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
@@ -180,13 +181,14 @@ def _check_rule(text: str, given: str) -> None:
     if given == PADS or is_rewrite(given):
         return
     names, cases = [PADS, *rule_names()], case_names(given)
+    near = [own for own in names if not RARE.search(own)]
     if set(given).isdisjoint("*?["):
         stem = given[: given.rfind("_") + 1]
-        names += (own for own in cases if own.startswith(stem) and is_rewrite(own))
-        raise InputError(f"{text}: no rule {given!r}{hint(given, names)}")
+        near += (own for own in cases if own.startswith(stem) and is_rewrite(own))
+        raise InputError(f"{text}: no rule {given!r}{hint(given, near)}")
     meant = (own for own in chain(names, cases) if fnmatchcase(own, given))
     if not any(own == PADS or is_rewrite(own) for own in meant):
-        raise InputError(f"{text}: no rule has a name like {given!r}{hint(given, names)}")
+        raise InputError(f"{text}: no rule has a name like {given!r}{hint(given, near)}")
 
 
 def _term(text: str, word: str) -> Term:
