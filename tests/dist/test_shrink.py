@@ -16,6 +16,7 @@ from parloom.comparators.configuration import Configuration
 from parloom.comparators.handmade import plan as by_hand
 from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError
+from parloom.execute import shrink_rewrites
 from parloom.execute.shrink import Shrunk, require_memory, shrink, small_model
 from parloom.execute.shrink_sizes import (
     ATTEMPTS,
@@ -40,6 +41,9 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.ir.text import parse_graph, print_graph
+from parloom.rewrite.horizontal import fusions
+from parloom.rewrite.rewrites import takes_of
+from parloom.rewrite.take import Take
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
@@ -208,6 +212,58 @@ def test_what_cannot_be_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(planned("zoo:gpt", loaded, decisions), source=ModelSource("zoo:gpt", 8, 16))
     copy = shrink(plan, loaded)
     assert f"not kept: {key} ({third} on x): {third} = 3 does not divide by 2" in copy.text
+
+
+def fused_llama(folder: Path) -> tuple[Plan, Loaded, list[Take]]:
+    """A plan with calls that are one in the sizes of the model."""
+    spec = config(folder, LLAMA)
+    loaded = load_model(spec, batch=8, seq=32)
+    graph = capture(loaded.model, loaded.batch)
+    wanted = ("neg_along_d1", "mul_along_d1")
+    found = [
+        next(take for take in fusions(graph, own) if take.rules == (rule,))
+        for own, rule in zip((graph.functions[0], graph.main), wanted, strict=True)
+    ]
+    mesh = one_stage(grid({"x": 4}))
+    decisions = Decisions(mesh, rewrites=tuple(map(str, found)))
+    plan = planned(spec, loaded, decisions, graph=graph)
+    return replace(plan, source=ModelSource(spec, 8, 32)), loaded, found
+
+
+def test_rewrites_with_sizes_are_found_again_and_proved(tmp_path: Path) -> None:
+    plan, loaded, found = fused_llama(tmp_path)
+    copy = shrink(plan, loaded)
+    assert "not kept" not in copy.text
+    again = takes_of(copy.plan.decisions.rewrites)
+    assert [(t.function, t.values, t.rules) for t in again] == [
+        (t.function, t.values, t.rules) for t in found
+    ]
+    assert all(own.call != other.call for own, other in zip(again, found, strict=True))
+    report = proved(copy)
+    assert report.passed, report
+
+
+def test_sizes_are_found_for_rewrites_that_are_no_fusions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrink_rewrites, "_fused", lambda *_: ())
+    plan, loaded, found = fused_llama(tmp_path)
+    copy = shrink(plan, loaded)
+    assert len(copy.plan.decisions.rewrites) == len(found)
+    assert "not kept" not in copy.text
+
+
+def test_a_rewrite_that_is_not_proved_in_the_copy_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, loaded, found = fused_llama(tmp_path)
+    monkeypatch.setattr(shrink_rewrites, "_fused", lambda *_: ())
+    monkeypatch.setattr(shrink_rewrites, "MOST_SIZES", 0)
+    copy = shrink(plan, loaded)
+    assert not copy.plan.decisions.rewrites
+    for take in found:
+        where = f"{take.rules[0]} of {', '.join(take.values)} in {take.function}"
+        assert f"not proved in the copy: rewrite {where}: with no sizes" in copy.text
 
 
 def test_big_models_are_planned_without_weights(tmp_path: Path) -> None:

@@ -118,6 +118,33 @@ def test_rules_have_cases_for_other_functions_and_numbers() -> None:
     assert not is_rule("add_lineer")
 
 
+def test_only_what_is_true_is_a_case() -> None:
+    for name, own in known_rules().items():
+        assert not is_rule(f"{name}_nonsense")
+        assert not is_rule(f"{name}_linear")
+        assert is_rule(f"{name}_tanh") == own.of_function
+    assert not is_rule("add_304601_nonsense")
+    for number in (0.25, -0.25, 1e-5, 3):
+        graph = parse_graph(SCALED.replace("0.25", str(number)))
+        scaled = [own.rule for own in cases(graph.main) if own.number is not None]
+        assert scaled
+        assert all(is_rule(own.id) == holds(own) for own in scaled)
+    assert not is_rule("mul_cat_729b4a_00p5")
+
+
+SCALED = """graph "Scaled" training=True
+
+input x: float32[4, 6] = batch("x")
+
+main main:
+    a: float32[4, 6] = mul(x, 0.25)  # a
+    loss: float32[] = mean(a)  #
+    return loss
+
+loss loss
+"""
+
+
 def masked(dtype: str, text: str = "mul(h, a)", other: str = "") -> Graph:
     """Two products of a value, or two calls, added up."""
     other = other or text.replace("a", "b")

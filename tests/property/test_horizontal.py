@@ -12,7 +12,7 @@ from parloom.ir.graph import Graph, Node
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
 from parloom.rewrite.axioms import prove_by_axioms
-from parloom.rewrite.horizontal import Along, Kind, fusions, is_fusion, joinable, refusal
+from parloom.rewrite.horizontal import Along, Kind, fusions, is_fusion, joinable, name_of, refusal
 from parloom.rewrite.merge import refusal as merge_refusal
 from parloom.rewrite.merge import rule_of
 from parloom.rewrite.rewrites import derived
@@ -226,6 +226,12 @@ def test_products_that_cannot_be_proved_to_be_one_are_none() -> None:
 
 def test_names_of_rules() -> None:
     assert is_fusion("linear_along_d0")
-    assert is_fusion("parloom_linears_along_d0")
+    missed = {(kind.op, own.factor) for kind, own in kinds()
+              if not is_fusion(name_of(kind.op, own.factor))}  # fmt: skip
+    assert not missed
+    assert not is_fusion("parloom_linears_along_d0")  # several results
+    assert not is_fusion("linear_along_zzz")
+    assert not is_fusion("linear_along_k")
+    assert not is_fusion("mm_along_d0")
     assert not is_fusion("liner_along_d0")
     assert not is_fusion("linear_add_123456")

@@ -65,6 +65,38 @@ def test_what_cannot_be_read(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("linear_along_zzz", "no rule 'linear_along_zzz'; did you mean 'linear_along_"),
+        ("linear_along_k", "no rule 'linear_along_k'; did you mean 'linear_along_"),
+        ("add_304601_nonsense", "did you mean 'add_304601'?"),
+        ("gelu_cat_9f78e4_rellu", "did you mean 'gelu_cat_9f78e4_relu'"),
+        ("merge_liner", "did you mean 'merge_linear'"),
+        ("*_along_zzz", "no rule has a name like '*_along_zzz'"),
+        ("*_layer_norm", "no rule has a name like '*_layer_norm'"),
+        ("*_0p0p5", "no rule has a name like"),
+    ],
+)
+def test_rewrites_that_cannot_be_are_refused(name: str, message: str) -> None:
+    for forbidden in (False, True):
+        with pytest.raises(InputError) as caught:
+            parse_pin(f"rewrite={name}", forbidden=forbidden)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pad", "merge_linear", "linear_along_n", "linear_along_d1", "*_along_d1", "*_relu", "*",
+        "relu_along_d0", "*_along_n", "fold_*", "*_0p125", "*_0p*", "view_along_f[01]",
+        "gelu_cat_9f78e4_relu", "p?d",
+    ],
+)  # fmt: skip
+def test_all_rewrites_that_can_be_may_be_named(name: str) -> None:
+    assert parse_pin(f"rewrite={name}", forbidden=True).kind is Kind.REWRITE
+
+
 def test_a_layout_may_be_copied_from_a_printed_plan() -> None:
     assert parse_pin("up={d0: x, n: y}").terms == parse_pin("up=d0:x,n:y").terms
 

@@ -13,8 +13,10 @@ from parloom.comparators.configuration import Configuration, cheap_operators, la
 from parloom.comparators.drawn import drawn
 from parloom.comparators.equal_stages import EqualStages, blocks_of, bubble, in_flight
 from parloom.comparators.grid import LEVELS, MOST, Grid, Point, _divided
+from parloom.comparators.tensor_parallel import TENSOR
 from parloom.cost.clusters import load_cluster
 from parloom.cost.hardware import DataSheets
+from parloom.errors import InputError
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call, Graph
 from parloom.ir.lower import lower
@@ -24,7 +26,11 @@ from parloom.ir.stages import stage_items
 from parloom.ir.text import parse_graph, print_graph
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.rewrite.pad import paddings
-from parloom.search.request import Request, base_of
+from parloom.rewrite.rewrites import paddings_of
+from parloom.search.conflicts import broken
+from parloom.search.pinned import resolve
+from parloom.search.pins import NO_REWRITE, Pin, parse_pin
+from parloom.search.request import AUTO, Request, base_of
 from tests.unit.graphs import perceptron, stack
 
 CLUSTER = load_cluster("2x2xA100")
@@ -97,6 +103,33 @@ def test_every_point_is_legal(rule: str) -> None:
         verify_decisions(request.graph, point.decisions, factored)
         verify_pcg(lower(request.graph, point.decisions, factored=factored))
         assert point.decisions.mesh.num_ranks == CLUSTER.num_devices
+
+
+def pinned_to(graph: Graph, *pins: Pin) -> Request:
+    return asked(graph, method="megatron", pinned=resolve(pins, graph, factorize(graph)))
+
+
+def test_a_vocabulary_is_padded_where_rewrites_may_be_only() -> None:
+    made = stack(2, batch=16, seq=8, vocab=257)
+    for pins in ((), (parse_pin("rewrite=pad"),), (parse_pin("rewrite=merge_*", forbidden=True),)):
+        found = candidates(pinned_to(made, *pins), lambda text: None).found
+        assert any(paddings_of(plan.decisions.rewrites) for plan in found)
+    for text in (NO_REWRITE, "rewrite=pad", "rewrite=p*d"):
+        request = pinned_to(made, parse_pin(text, forbidden=True))
+        found = candidates(request, lambda text: None).found
+        assert any(TENSOR in plan.decisions.mesh.names for plan in found)
+        assert not any(paddings_of(plan.decisions.rewrites) for plan in found)
+        padded = replace(found[0].decisions, rewrites=("pad embed.weight 257 258",))
+        assert broken(request.pinned, made, padded) == (
+            f"--forbid {text}: the plan has such rewrite"
+        )
+
+
+def test_the_search_that_pads_nothing_says_so() -> None:
+    made = stack(2, batch=16, seq=8, vocab=257)
+    request = replace(pinned_to(made, parse_pin("rewrite=pad")), method=AUTO)
+    with pytest.raises(InputError, match="pads no vocabulary; --method megatron does"):
+        candidates(request, lambda text: None)
 
 
 @pytest.mark.parametrize("method", RULES)

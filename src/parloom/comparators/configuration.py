@@ -58,7 +58,8 @@ class Configuration:
     at a time; `interleave` chunks of the model a pipeline rank. `schedule` of the pipeline, by its
     name in `ir/schedules.py`; "" is 1F1B, interleaved where there are chunks. `synchronizes`: ranks
     wait for each other before they update weights (see `cost/pipeline.py`). dtypes as in
-    `Decisions`.
+    `Decisions`. `pads`: a vocabulary that does not divide over the tensor-parallel ranks is padded;
+    otherwise they all have the whole of it.
     """
 
     tensor: int = 1
@@ -80,6 +81,7 @@ class Configuration:
     striped: bool = False
     schedule: str = ""
     synchronizes: bool = True
+    pads: bool = True
 
     @property
     def schedule_name(self) -> str:
@@ -157,7 +159,8 @@ def laid_out(
     Raises `InputError` where the configuration does not fit the cluster, the graph or its batch.
     """
     mesh = mesh_of(chosen, cluster)
-    rewrites = tuple(str(p) for p in (*paddings(graph, chosen.tensor), *_stripes(graph, chosen)))
+    found = paddings(graph, chosen.tensor) if chosen.pads else ()
+    rewrites = tuple(str(own) for own in (*found, *_stripes(graph, chosen)))
     padded = rewritten(graph, rewrites)
     known = factored if factored is not None and not rewrites else factorize(padded)
     program = unfold(padded, known, mesh)

@@ -28,7 +28,9 @@ from parloom.ir.expected import Prediction
 from parloom.ir.factors import factorize
 from parloom.ir.graph import Call
 from parloom.ir.plan import Decisions
+from parloom.rewrite.pad import PADS
 from parloom.rewrite.regions import regions
+from parloom.search.pinned import Pinned
 from parloom.search.request import Request
 
 # Plans that are simulated where a rule is asked for by its name.
@@ -87,7 +89,7 @@ class Grid:
         Raises `LayoutError` or `InputError` where none can be lowered.
         """
         request, in_vain = self.request, 0
-        like = _least(self.rule, self.counts[0], self.base)
+        like = _least(self.rule, self.counts[0], self.base, request.pinned)
         for chosen, laid in layouts(self.rule, request.graph, request.cluster, like, self.factored):
             self.tried.append(chosen)
             self.laid[_layout(chosen)] = laid
@@ -216,7 +218,7 @@ class Grid:
 
 def _in_stages(grid: Grid) -> Iterator[Point]:
     """Pipelines that are faster than the best plan, those with the best estimates first."""
-    like = replace(_least(grid.rule, grid.counts[0], grid.base), zero=1)
+    like = replace(_least(grid.rule, grid.counts[0], grid.base, grid.request.pinned), zero=1)
     left = round(grid.most * ESTIMATED)
     grid.pipelines = EqualStages(grid.request, grid.rule, like, grid.levels, left)
     grid.left = max(1, round(grid.most * PIPELINES))
@@ -235,7 +237,7 @@ def _in_stages(grid: Grid) -> Iterator[Point]:
             insort(queue, again, key=lambda estimate: estimate.step_s)
 
 
-def _least(rule: Rule, num_microbatches: int, base: Decisions) -> Configuration:
+def _least(rule: Rule, num_microbatches: int, base: Decisions, pinned: Pinned) -> Configuration:
     """What holds least of any layout: a level of ZeRO, and sequence parallelism."""
     return Configuration(
         zero=rule.zeros[0],
@@ -243,6 +245,7 @@ def _least(rule: Rule, num_microbatches: int, base: Decisions) -> Configuration:
         sequence_parallel=True,
         master_dtype=base.master_dtype,
         reduce_dtype=base.reduce_dtype,
+        pads=pinned.allows_rewrite((PADS,)),
     )
 
 

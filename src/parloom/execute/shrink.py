@@ -6,7 +6,7 @@ their keys. Where the small graph has not the factors of the big one, other size
 what still cannot be kept is said in the report.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +22,7 @@ from parloom.capture.microbatch import capture_microbatch
 from parloom.cost.units import format_bytes
 from parloom.errors import CaptureError, InputError, LayoutError
 from parloom.execute.inference import PROVED_TOKENS, prefill_decisions
+from parloom.execute.shrink_rewrites import SmallRewrites
 from parloom.execute.shrink_sizes import ATTEMPTS, Attempt
 from parloom.execute.shrink_stages import SmallStages
 from parloom.execute.small_builds import MAX_BLOCKS, Needs, fewer_blocks, of_sizes
@@ -33,11 +34,7 @@ from parloom.ir.lower_stages import lower_beside, lower_stages
 from parloom.ir.ops import Rule
 from parloom.ir.plan import Decisions, Inference, ModelSource, NodeDecision, Plan
 from parloom.ir.text import parse_graph, print_graph
-from parloom.rewrite.pad import Padding
-from parloom.rewrite.rewrites import as_stored, parse_rewrite, rewritten
-from parloom.rewrite.stripes import Stripe
-from parloom.rewrite.take import NONE, Take
-from parloom.rewrite.terms import calls_in, names_in
+from parloom.rewrite.rewrites import as_stored, rewritten
 
 # Weights of all ranks together; each has a gradient and two states in float64: 6 GB.
 MAX_WEIGHTS = 200_000_000
@@ -357,11 +354,17 @@ def _decided(big: Big, made: Loaded, graph: Graph, changes: tuple[str, ...]) -> 
     """The big plan's decisions on the small graph, by key, and which blocks stand for which."""
     plan = big.plan.decisions
     stacks = Stacks.match(big.blocks, blocks_of(_by_key(graph), Decisions()))
-    rewrites = tuple(_rewrites(big, graph, stacks))
+    made_again = SmallRewrites(
+        plan.rewrites, parse_graph(big.plan.graph), graph, stacks, big.stages, big.factored,
+        big.nodes, big.needs.divisors,
+    )  # fmt: skip
+    made_again.find()
+    rewrites = tuple(made_again.kept)
     padded = rewritten(graph, rewrites)
     factored = factorize(padded)
     gone = dict(_gone_with_blocks(big.nodes, _by_key(padded), stacks))
     kept, lost = _moved(big, stacks, factored, gone)
+    lost = [*made_again.lost, *lost]
     targets = {i.target for i in graph.of_kind("parameter")}
     parameters = []
     for parameter in plan.parameters:
@@ -429,53 +432,6 @@ def _place(rule: Rule, factor: str) -> tuple[object, ...]:
         if factor in factors
     ]
     return (rule.kind(factor), *dims)
-
-
-# Operators that are told sizes.
-SIZED = frozenset({"split_with_sizes", "view", "expand", "narrow", "slice"})
-
-
-def _rewrites(big: Big, graph: Graph, stacks: Stacks) -> Iterator[str]:
-    """The plan's paddings, for the copy's vocabulary, its stripes, and its blocks that are in the
-    copy.
-    """
-    rows = {
-        i.target: i.value.spec.shape[0] for i in graph.of_kind("parameter") if i.value.spec.shape
-    }
-    functions = (*graph.functions, graph.main)
-    known = defaultdict(set[str], {own.name: {*own.specs()} for own in functions})
-    for text in big.plan.decisions.rewrites:
-        found = parse_rewrite(text)
-        if isinstance(found, Stripe):
-            yield str(replace(found, ranks=_ranks(big, found)))
-            continue
-        if isinstance(found, Take):
-            # Sizes as arguments would be others in the copy.
-            sized = any(call.op in SIZED for call in calls_in(found.call))
-            if not sized and {*names_in(found.call), *found.values} <= known[found.function] | {
-                NONE
-            }:
-                yield text
-            continue
-        name = stacks.small_path(found if isinstance(found, str) else found.name)
-        if isinstance(found, str):
-            yield from () if name is None else (f"block {name}",)
-        elif name is not None and name in rows:
-            size = rows[name]
-            unit = lcm(2, big.needs.divisors.get(found.padded, 1))
-            yield str(Padding(name, size, (size // unit + 1) * unit))
-
-
-def _ranks(big: Big, stripe: Stripe) -> int:
-    """Over how many ranks of the small mesh the axes go that have stripes."""
-    decided = {node.key: node.factors for node in big.plan.decisions.nodes}
-    for key, flat in big.nodes.items():
-        if flat.node.op == "view" and not flat.node.path:
-            rule = big.factored.rule(flat.function, flat.node)
-            for factor, axes in decided.get(key, ()):
-                if rule.size(factor) == stripe.ranks == big.stages.planned_size(key, axes):
-                    return big.stages.size(key, axes)
-    return stripe.ranks
 
 
 def _mesh_change(big: Big, new: Decisions) -> Iterator[str]:

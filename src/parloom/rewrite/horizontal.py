@@ -23,6 +23,29 @@ from parloom.rewrite.terms import CAT, SPLIT, Extent, Input, Name, Size, Term, c
 from parloom.rewrite.terms import Arg as TermArg
 
 ALONG = "_along_"
+MOST_DIMS = 64  # that torch gives a tensor
+# Factors of sharding rules beside `d0`, `d1`, ...: along which calls may be one.
+FACTORS: Mapping[str, Sequence[str]] = {
+    "linear": "n", "mm": "mn", "bmm": "bmn", "matmul": "mn", "mv": "m", "addmm": "mn",
+    "addmv": "m", "addr": "mn", "addbmm": "mn", "baddbmm": "bmn", "embedding": "e",
+    "chunk": "c", "split_with_sizes": "c",
+    "view": tuple(f"f{i}" for i in range(MOST_DIMS)),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "gmn"),
+    **{f"{kind}_pool{n}d": "cn" for kind in ("max", "avg") for n in (1, 2, 3)},
+    **{f"adaptive_avg_pool{n}d": ("c", "n", "s0", "s1", "s2")[: 2 + n] for n in (1, 2, 3)},
+}  # fmt: skip
+# Operators whose rules have no `d0`, `d1`, ...
+NO_DIMS = FACTORS.keys() - {
+    "linear", "matmul", "embedding", "chunk", "split_with_sizes",
+}  # fmt: skip
+# What is joined already, or never: of several results, of lists of tensors, or of no floats.
+_APART = """
+cat stack einsum dot parloom.linears parloom.convs eq ne lt le gt ge __and__
+__or__ __xor__ bitwise_and bitwise_or bitwise_xor __lshift__ __rshift__ bitwise_left_shift
+bitwise_right_shift gcd lcm logical_not logical_and logical_or logical_xor bitwise_not isnan
+isinf isfinite isneginf isposinf signbit isclose frexp
+"""
+APART = frozenset(_APART.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,10 +412,23 @@ def name_of(op: str, factor: str) -> str:
     return f"{op.replace('.', '_')}{ALONG}{factor}"
 
 
+@cache
+def fusion_names() -> Mapping[str, None]:
+    """The names of all such rules: of each operator that may be joined, along each factor that its
+    sharding rule may have.
+    """
+    dims = tuple(f"d{i}" for i in range(MOST_DIMS))
+    return {
+        name_of(op, factor): None
+        for op, own in OPS.items()
+        if own.computes is not None and not own.random and op not in APART
+        for factor in (*FACTORS.get(op, ()), *(dims if op not in NO_DIMS else ()))
+    }
+
+
 def is_fusion(name: str) -> bool:
     """Whether this is the name of such a rule."""
-    op, is_one, factor = name.rpartition(ALONG)
-    return bool(is_one and factor) and any(own.replace(".", "_") == op for own in OPS)
+    return name in fusion_names()
 
 
 def _dim(factor: str, dims: tuple[tuple[str, ...], ...]) -> int | None:

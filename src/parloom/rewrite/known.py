@@ -6,6 +6,7 @@ those of a model are made as they are needed. Whoever applies a rule has it prov
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,12 +17,30 @@ from typing import Any
 
 from parloom.errors import InputError
 from parloom.ir.graph import Function, Node, Ref, TensorSpec
+from parloom.ir.ops import OPS
 from parloom.rewrite.egraph import Match
 from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE, SHARE
-from parloom.rewrite.rules import Rule, prove, rule
+from parloom.rewrite.rounding import NARROW
+from parloom.rewrite.rules import Rule, misfit, prove, rule
+from parloom.rewrite.shapes import ARGUMENTS
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
 
 FILE, PARTIAL, NUMBERS = "rules.json", "partial.json", (HALF, FACTOR)
+VERSION = 4
+"""Of the files' form."""
+NUMBER = re.compile(r"m?[0-9]+(p[0-9]+)?(em?[0-9]+)?")
+"""How a case names its number: `m0p5` is -0.5."""
+# Operators that are told more than one tensor, so that no case is of them.
+_SEVERAL = """
+add sub mul div eq ne lt le gt ge __and__ __or__ __xor__ __lshift__ __rshift__ bitwise_and
+bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift remainder rsub maximum minimum
+fmax fmin atan2 logaddexp logaddexp2 xlogy fmod ldexp nextafter hypot copysign igamma igammac
+special_xlog1py special_zeta pow floor_divide heaviside gcd lcm logical_and logical_or
+logical_xor isclose where masked_fill fill lerp addcmul addcdiv complex polar parloom.either
+clamp_min clamp_max polygamma mvlgamma threshold frexp softmax log_softmax squeeze
+"""
+SEVERAL = frozenset(_SEVERAL.split())
+RESTORE = "install parloom again, or make it anew with python -m parloom.rewrite.regenerate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +70,41 @@ def partial_rules() -> Mapping[str, Known]:
 
 
 def is_rule(name: str) -> bool:
-    """Whether this is the id of a rule, or of a case of one."""
+    """Whether this is the id of a rule, or of a case of one that holds."""
     known = known_rules()
-    return name in partial_rules() or name in known or any(name.startswith(f"{o}_") for o in known)
+    if name in partial_rules() or name in known:
+        return True
+    cuts = (place for place, letter in enumerate(name) if letter == "_")
+    return any(name[:at] in known and _is_case(known[name[:at]], name[at + 1 :]) for at in cuts)
+
+
+def case_names(pattern: str) -> Iterator[str]:
+    """The ids of all cases of functions, and of those of numbers one that a glob may mean."""
+    ops = [op for op, own in OPS.items() if own.computes is not None and _may_be_case(op)]
+    number = pattern.rpartition("_")[2].replace("*", "1").replace("?", "1")
+    for own in known_rules().values():
+        yield from (f"{own.rule.id}_{op}" for op in ops if own.of_function)
+        if own.number is not None and NUMBER.fullmatch(number):
+            yield f"{own.rule.id}_{number}"
+
+
+def _may_be_case(op: str) -> bool:
+    return op != FUNCTION.op and op not in SEVERAL
+
+
+def _is_case(own: Known, suffix: str) -> bool:
+    """Whether a rule has a case of that name which is true."""
+    if own.of_function and suffix in OPS and _may_be_case(suffix):
+        made = _case(own, suffix, {FUNCTION.op: suffix}, {})
+    elif own.number is not None and NUMBER.fullmatch(suffix):
+        text = suffix.replace("p", ".").replace("m", "-")
+        number = int(text) if text.lstrip("-").isdigit() else float(text)
+        if _named(number) != suffix or number == own.number or not isfinite(number):
+            return False
+        made = _case(own, suffix, {}, {own.number: number})
+    else:
+        return False
+    return not misfit(made.rule) and holds(made.rule)
 
 
 @cache
@@ -75,12 +126,11 @@ def cases(function: Function) -> Iterator[Known]:
     specs = function.specs()
     ops = dict.fromkeys(node.op for node in nodes if _is_unary(node, specs))
     every = dict.fromkeys((node.op, node.args[1]) for node in nodes if _is_scaled(node))
-    ops.pop(FUNCTION.op, None)
     for own in known_rules().values():
         numbers = [number for op, number in every if op == own.scaling]
         if own.number is None or own.number in numbers:
             yield own
-            for op in ops if own.of_function else ():
+            for op in filter(_may_be_case, ops) if own.of_function else ():
                 yield _case(own, op, {FUNCTION.op: op}, {})
         for number in numbers:
             if number != own.number:
@@ -88,21 +138,50 @@ def cases(function: Function) -> Iterator[Known]:
 
 
 def _rules_of(file: str) -> Mapping[str, Known]:
-    text = files("parloom.rewrite").joinpath(file).read_text(encoding="utf-8")
-    found = (_read(file, entry) for entry in json.loads(text)["rules"])
-    return MappingProxyType({own.rule.id: own for own in found})
-
-
-def _read(file: str, entry: Mapping[str, Any]) -> Known:
+    """The rules of one file; raises `InputError` that says which of them is wrong and why."""
+    where = files("parloom.rewrite").joinpath(file)
     try:
-        found = rule(entry["id"], entry["inputs"], entry["left"], entry["right"])
-        calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
-        of_function = any(call.op == FUNCTION.op for call in calls)
-        numbers = ((n, call.op) for n in NUMBERS for call in calls if n in call.args)
-        number, op = next(numbers, (None, ""))
-        return Known(found, frozenset(entry["narrow"]), of_function, number, op)
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{file}: {entry}: {error!r}") from None
+        document = json.loads(where.read_text(encoding="utf-8"))
+        version = document["version"]
+        entries = document["rules"] if version == VERSION else []
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise InputError(f"{where}: no file of rules: {said}; {RESTORE}") from None
+    if version != VERSION:
+        raise InputError(f"{where}: version {version!r}, not {VERSION}; {RESTORE}")
+    if not isinstance(entries, list):
+        raise InputError(f"{where}: its rules are no list; {RESTORE}")
+    found = dict[str, Known]()
+    for place, entry in enumerate(entries):
+        name = entry.get("id") if isinstance(entry, dict) else None
+        if not isinstance(name, str):
+            raise InputError(f"{where}: rule {place} has no id: {entry!r}; {RESTORE}")
+        if name in found:
+            raise InputError(f"{where}: {name} is there twice; {RESTORE}")
+        try:
+            found[name] = _read(entry)
+        except (InputError, *ARGUMENTS, RecursionError) as error:
+            said = str(error) if isinstance(error, InputError) else repr(error)
+            raise InputError(f"{where}: {name}: {said}; {RESTORE}") from None
+    return MappingProxyType(found)
+
+
+def _read(entry: Mapping[str, Any]) -> Known:
+    """A rule as it is written; raises what is wrong with it."""
+    left, right, narrow = (entry[key] for key in ("left", "right", "narrow"))
+    for key, texts in (("left", left), ("right", right), ("narrow", narrow)):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise InputError(f"{key} is no list of texts: {texts!r}")
+    if not {*narrow} <= {*NARROW}:
+        raise InputError(f"narrow: {narrow!r}; there are: {', '.join(NARROW)}")
+    found = rule(entry["id"], entry["inputs"], left, right)
+    if reason := misfit(found):
+        raise InputError(reason)
+    calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
+    of_function = any(call.op == FUNCTION.op for call in calls)
+    numbers = ((n, call.op) for n in NUMBERS for call in calls if n in call.args)
+    number, op = next(numbers, (None, ""))
+    return Known(found, frozenset(narrow), of_function, number, op)
 
 
 def _is_unary(node: Node, specs: Mapping[str, TensorSpec]) -> bool:

@@ -29,6 +29,8 @@ from parloom.ir.graph import (
     rename_node,
 )
 
+PADS = "pad"
+"""What pins call this rewrite."""
 PADDING = re.compile(r"pad ([^ ]+) ([0-9]{1,18}) ([0-9]{1,18})")
 # Operators that a padded last dim passes through as it is.
 PASSING = frozenset({"_to_copy", "clone", "alias"})

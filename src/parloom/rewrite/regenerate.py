@@ -25,13 +25,11 @@ from parloom.rewrite.basis import basis, distinct, says_more
 from parloom.rewrite.families import FAMILIES
 from parloom.rewrite.generate import Family, Generator
 from parloom.rewrite.halos import prove_by_halos
+from parloom.rewrite.known import VERSION
 from parloom.rewrite.partial import Partial
 from parloom.rewrite.rounding import NARROW, may_round
-from parloom.rewrite.rules import Rule, only_moves, prove, rule, with_lead
+from parloom.rewrite.rules import Rule, prove, rule, with_lead
 from parloom.rewrite.terms import calls_in
-
-VERSION = 3
-PROOFS = ("normal forms", "axioms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +167,7 @@ def entry(found: Rule) -> dict[str, Any]:
         "inputs": inputs,
         "left": left,
         "right": right,
-        "moves": only_moves(found),
         "narrow": [dtype for dtype in NARROW if may_round(found, dtype)],
-        "proofs": PROOFS,
     }
 
 

@@ -14,10 +14,9 @@ from itertools import groupby
 from parloom.errors import InputError, nearest
 from parloom.ir.fold import outline
 from parloom.ir.graph import Graph
-from parloom.ir.ops import OPS
 from parloom.rewrite import folds, merge
 from parloom.rewrite.follows import follows_as_named, inexact, named_rules
-from parloom.rewrite.horizontal import fusions, is_fusion, name_of
+from parloom.rewrite.horizontal import fusion_names, fusions, is_fusion
 from parloom.rewrite.known import is_rule, known_rules, partial_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
@@ -100,9 +99,8 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
 
 
 def rule_names() -> list[str]:
-    """The names of all rules by which values may be computed in another way."""
-    fused = (name_of(op, "d0") for op, own in OPS.items() if own.computes is not None)
-    return [*merge.RULES, *folds.NAMES, *fused, *known_rules(), *partial_rules()]
+    """The names of all rules by which values may be computed in another way, but of their cases."""
+    return [*merge.RULES, *folds.NAMES, *known_rules(), *partial_rules(), *fusion_names()]
 
 
 def is_rewrite(name: str) -> bool:

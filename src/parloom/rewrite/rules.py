@@ -17,7 +17,7 @@ from parloom.errors import InputError
 from parloom.ir.ops.algebra import Algebra
 from parloom.rewrite.arithmetic import Arithmetic
 from parloom.rewrite.modular import PRIME, Numbers
-from parloom.rewrite.shapes import Dims, Shapes
+from parloom.rewrite.shapes import ARGUMENTS, Dims, Shapes
 from parloom.rewrite.symbolic import NormalForms, NotExpressed, dim, tensor
 from parloom.rewrite.terms import (
     LEAD,
@@ -74,6 +74,24 @@ def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) 
     return Rule(identity, declared, first, second)
 
 
+def misfit(found: Rule) -> str:
+    """Why no shapes fit a rule, as where an input has no declaration; empty where some do."""
+    unknown = set(found.extents).difference(extents_of(found.inputs))
+    if unknown:
+        return f"{', '.join(sorted(unknown))}: neither an input nor a size of one"
+    sizes = {name: dim(name) for name in names_at(found, 1)}
+    inputs = {own.name: Dims(_shape(Shapes(), own, sizes, 1)) for own in found.inputs}
+    sides = list[list[Any]]()
+    for name, side in (("left", found.left), ("right", found.right)):
+        try:
+            sides.append(evaluate(side, Shapes(), inputs, sizes))
+        except (NotExpressed, InputError, *ARGUMENTS) as error:
+            return f"the {name} side cannot be computed: {type(error).__name__}: {error}"
+        if not all(isinstance(made, Dims) for made in sides[-1]):
+            return f"the {name} side is no tensor"
+    return "" if sides[0] == sides[1] else "both sides have different shapes"
+
+
 def prove(found: Rule) -> str:
     """Empty where both sides have equal normal forms; why not, otherwise."""
     has_lead = any(LEAD in own.sizes for own in found.inputs)
@@ -87,7 +105,7 @@ def prove(found: Rule) -> str:
             sides = [
                 evaluate(side, NormalForms(), inputs, sizes) for side in (found.left, found.right)
             ]
-        except (NotExpressed, NotImplementedError) as error:
+        except (NotExpressed, *ARGUMENTS) as error:
             return f"no normal form: {error}"
         for index, (one, other) in enumerate(zip(*sides, strict=True)):
             if one.form != other.form:

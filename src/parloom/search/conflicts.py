@@ -13,7 +13,8 @@ from parloom.ir.ops import Rule
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.ir.stages import stage_items
-from parloom.rewrite.rewrites import rewritten, takes_of
+from parloom.rewrite.pad import PADS
+from parloom.rewrite.rewrites import paddings_of, rewritten, takes_of
 from parloom.search.choices import assignments
 from parloom.search.meshes import MAX_AXES, NAMES, logical_meshes
 from parloom.search.pinned import WHOLE_PLAN, Pinned, Subjects, allows_stored
@@ -162,6 +163,7 @@ def broken(pinned: Pinned, graph: Graph, decisions: Decisions) -> str | None:
 def _broken_whole(pinned: Pinned, decisions: Decisions) -> str | None:
     """The first pin on all of a plan that it does not hold."""
     rules = [rule for take in takes_of(decisions.rewrites) for rule in take.rules]
+    rules += [PADS] if paddings_of(decisions.rewrites) else []
     for pin in pinned.pins:
         if pin.kind is Kind.REWRITE and pin.is_about(rules) == pin.forbidden:
             return f"{pin.text}: the plan has {'' if pin.forbidden else 'no '}such rewrite"

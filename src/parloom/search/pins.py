@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 
@@ -20,6 +21,8 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import ParameterDecision
+from parloom.rewrite.known import case_names
+from parloom.rewrite.pad import PADS
 from parloom.rewrite.rewrites import is_rewrite, rule_names
 
 Axes = tuple[str, ...]
@@ -35,6 +38,7 @@ NO_REWRITE = f"{REWRITE}=*"
 ROLES = MappingProxyType({"weights": "weight", "gradients": "gradient", "optimizer": "optimizer"})
 DIM = re.compile(r"dim([0-9]+)")
 RULE = re.compile(r"[\w*?\[\]]+")
+RARE = re.compile(r"_along_[df]([4-9]|[0-9]{2})")  # rules that no message offers
 NUMBER = re.compile(r"[0-9]{1,9}")
 WORD = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*|{NUMBER.pattern}")
 LAYOUTS = "FACTOR:AXIS, dim0:AXIS, replicated, sharded, weights:sharded, keep, recompute"
@@ -161,9 +165,7 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     if name == STAGES and len(words) == 1 and NUMBER.fullmatch(words[0]):  # no module of that name
         return Pin(text, name, Kind.STAGES, (Term(ANY, words[0]),), forbidden)
     if name == REWRITE and len(words) == 1 and RULE.fullmatch(words[0]) and words[0] not in WORDS:
-        names = rule_names()
-        if not is_rewrite(words[0]) and not any(fnmatchcase(name, words[0]) for name in names):
-            raise InputError(f"{text}: no rule {words[0]!r}{hint(words[0], names)}")
+        _check_rule(text, words[0])
         return Pin(text, name, Kind.REWRITE, (Term(ANY, words[0]),), forbidden)
     if words in ([KEEP], [RECOMPUTE]):
         return Pin(text, name, Kind.RECOMPUTATION, (Term(ANY, words[0]),), forbidden)
@@ -172,6 +174,21 @@ def parse_pin(given: str, *, forbidden: bool = False) -> Pin:
     if any(stored) and not all(stored):
         raise InputError(f"{text}: layout and storage in one; give each a {flag} of its own")
     return Pin(text, name, Kind.STORAGE if all(stored) else Kind.LAYOUT, terms, forbidden)
+
+
+def _check_rule(text: str, given: str) -> None:
+    """Raise `InputError` unless there is a rewrite of that name, or one that it means as a glob."""
+    if given == PADS or is_rewrite(given):
+        return
+    names, cases = [PADS, *rule_names()], case_names(given)
+    near = [own for own in names if not RARE.search(own)]
+    if set(given).isdisjoint("*?["):
+        stem = given[: given.rfind("_") + 1]
+        near += (own for own in cases if own.startswith(stem) and is_rewrite(own))
+        raise InputError(f"{text}: no rule {given!r}{hint(given, near)}")
+    meant = (own for own in chain(names, cases) if fnmatchcase(own, given))
+    if not any(own == PADS or is_rewrite(own) for own in meant):
+        raise InputError(f"{text}: no rule has a name like {given!r}{hint(given, near)}")
 
 
 def _term(text: str, word: str) -> Term:

@@ -9,11 +9,13 @@ from parloom.ir.factors import factorize
 from parloom.ir.graph import Function, Graph
 from parloom.ir.plan import Decisions
 from parloom.rewrite.forms import Forms
+from parloom.rewrite.pad import PADS
 from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.folding import program_of
 from parloom.search.pinned import resolve
+from parloom.search.pins import Pin
 from parloom.search.request import Request
 from parloom.search.worthwhile import worthwhile
 
@@ -80,12 +82,18 @@ def as_pinned(request: Request) -> RewrittenRequest:
     takes = made_together(request.graph, asked)
     for pin in wanted:
         if not any(pin.is_about(take.rules) for take in takes):
-            raise InputError(f"{pin.text}: it applies nowhere in this model that pins leave free")
+            raise InputError(f"{pin.text}: {_nowhere(pin)}")
     found = RewrittenRequest(request, tuple(map(str, takes)))
     named = {take.function for take in takes}
     left = tuple(take for take in request.takes if take.function not in named)
     found.request = replace(found.request, takes=left)
     return found
+
+
+def _nowhere(pin: Pin) -> str:
+    if pin.is_about((PADS,)):
+        return "this search pads no vocabulary; --method megatron does, for tensor parallelism"
+    return "it applies nowhere in this model that pins leave free"
 
 
 def made_together(graph: Graph, takes: Iterable[Take]) -> list[Take]:
