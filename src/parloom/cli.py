@@ -32,6 +32,7 @@ from parloom.cli_options import (
     OBJECTIVE,
     PIN,
     RESUME,
+    RUN,
     SCRIPT,
     SEMANTICS,
     STRICT,
@@ -256,9 +257,7 @@ def verify(
 @app.command()
 def run(
     path: PlanPath,
-    script: Annotated[
-        list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help="As python would take it.")
-    ],
+    script: Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGS]...", help=RUN)],
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=TIMEOUT)] = None,
     trace: Annotated[Path | None, typer.Option(metavar="F", help=TRACE)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,

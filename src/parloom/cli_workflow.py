@@ -142,7 +142,7 @@ def profile(
         show_json({"profile": str(path), **machine, "latencies": entries})
         return
     result(f"{path}: {len(found.latency_s)} variants on {worker}; {found.machine}")
-    result(f"next: list it under `profiles:` of {file}")
+    result(f"next: parloom workflow plan {file}, which has to list it under `profiles:`")
 
 
 def asked(tiers: Traffic | None, latency: str | None) -> Asked:

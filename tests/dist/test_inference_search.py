@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -191,6 +192,13 @@ def _screen(plan: Plan) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(inference_screen(plan, api.load_cluster(plan.cluster).cluster, {}))
     return console.export_text()
+
+
+def test_candidates_are_shown_beside_the_plan(gpt2: Captured) -> None:
+    shown = _screen(_found(gpt2, method="data_parallel"))
+    own = next(line for line in shown.splitlines() if "this plan" in line)
+    assert "+0.0%" in own
+    assert re.search(r"alternatives +answers +against plan +peak +fits", shown)
 
 
 def test_what_fits_nowhere_says_what_is_missing(gpt2: Captured) -> None:

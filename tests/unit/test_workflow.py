@@ -15,6 +15,7 @@ import pytest
 
 from parloom import cli
 from parloom.errors import InfeasibleError, InputError
+from parloom.execute import time_models
 from parloom.workflow import beam, exact
 from parloom.workflow.answer import Method, plan_workflow
 from parloom.workflow.exact import cheapest
@@ -227,6 +228,20 @@ def test_models_are_timed_on_this_machine(
     (tmp_path / "none.yaml").write_text(SMALL, encoding="utf-8")
     with pytest.raises(InputError, match="no variant has a `model`"):
         models(tmp_path / "none.yaml", "box")
+
+
+def test_uneven_times_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for seconds, warned in (([0.01] * 9 + [1.0], False), ([0.01, 0.02, 0.03, 0.04], True)):
+        monkeypatch.setattr(time_models, "_seconds", lambda *_, own=seconds: own)
+        time_models.timed({("detect", "fast"): "zoo:mlp"}, "box", 9, said.append)
+        assert said[-1].endswith("; measure again while nothing else runs") == warned
+
+
+def test_a_profile_that_is_missing_says_how_it_is_made(tmp_path: Path) -> None:
+    where = str(tmp_path / "small.yaml")
+    with pytest.raises(InputError, match=r"make it: parloom workflow profile .*--out .*box.yaml"):
+        read_workflow(SMALL + "profiles: [box.yaml]\n", where)
 
 
 def test_a_model_that_raises_is_no_bug_of_parloom(

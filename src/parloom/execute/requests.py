@@ -143,7 +143,8 @@ def _request(line: str, where: str, graph: Graph, rows: Mapping[str, int]) -> Re
     try:
         given = json.loads(line, parse_constant=_no_number, object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
-        raise InputError(f"{where}:{error.colno}: not JSON: {error.msg}") from None
+        usage = f"this plan answers requests: {USAGE}"
+        raise InputError(f"{where}:{error.colno}: not JSON: {error.msg}; {usage}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: cannot be read: {error}") from None
     entries = {entry.target: entry.value.spec for entry in graph.of_kind("batch")}

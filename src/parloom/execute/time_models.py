@@ -14,6 +14,8 @@ from parloom.workflow.profiles import Profile
 WARM_UP = 3
 LONG_S = 2.0
 """Of a model whose request takes so long, just a few are timed."""
+UNEVEN = 0.2
+"""A spread above which a median is not to be relied on."""
 
 
 def timed(
@@ -35,7 +37,9 @@ def timed(
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4)
         latencies[key], spreads[key] = middle, (high - low) / middle
-        progress(f"{'/'.join(key)}: {spec}: {1e3 * middle:.3g} ms, spread {spreads[key]:.1%}")
+        uneven = "; measure again while nothing else runs" if spreads[key] > UNEVEN else ""
+        took = f"{1e3 * middle:.3g} ms, spread {spreads[key]:.1%}{uneven}"
+        progress(f"{'/'.join(key)}: {spec}: {took}")
     return Profile(worker, latencies, _machine(device), spreads)
 
 

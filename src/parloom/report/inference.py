@@ -16,6 +16,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions, Inference, Plan
 from parloom.ir.samples import num_samples
 from parloom.ir.text import parse_graph
+from parloom.report.alternatives import alternatives_table
 from parloom.report.words import constraint_lines, source_words, title_words, words
 
 
@@ -87,6 +88,8 @@ def inference_screen(plan: Plan, cluster: Cluster, paths: Mapping[str, Path]) ->
     for name, line in _lines(plan, inference, found):
         table.add_row(name, Text(line))
     parts: list[RenderableType] = [Text(title_words(plan, cluster), style="bold"), Text(""), table]
+    if plan.alternatives:
+        parts += [Text(""), alternatives_table(plan)]
     asked = ("asked for", constraint_lines(plan))
     for title, lines in (asked, ("notes", plan.notes), ("assumed", plan.assumptions)):
         if lines:

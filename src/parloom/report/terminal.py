@@ -15,6 +15,7 @@ from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Plan, Stage
 from parloom.ir.plan_json import ranks_text
 from parloom.ir.text import parse_graph
+from parloom.report.alternatives import alternatives_table
 from parloom.report.bars import bars
 from parloom.report.costs import aim_words, cost_lines, plan_cost_document
 from parloom.report.mixed import fullest_bytes, peak_lines
@@ -47,7 +48,7 @@ def plan_screen(
     if plan.prediction is not None:
         parts += [Text(""), Text(MEMORY), _memory(plan, cluster)]
     if plan.alternatives:
-        parts += [Text(""), _alternatives(plan)]
+        parts += [Text(""), alternatives_table(plan)]
     costs = constraint_lines(plan)
     listed = ("asked for", costs), ("notes", plan.notes), ("assumed", plan.assumptions)
     for title, lines in listed:
@@ -178,31 +179,3 @@ def _components(found: Prediction, limit: int) -> Table:
         for name, size in found.memory
     )
     return bars(rows, BAR_WIDTH)
-
-
-def _alternatives(plan: Plan) -> Table:
-    """A row per name: of candidates that no word tells apart the plan, or else the best one, and
-    how many.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("alternatives")
-    for column in ("step time", "against plan", "peak", "fits"):
-        table.add_column(column, justify="right")
-    chosen = plan.prediction.step_s if plan.prediction else 0.0
-    alike: dict[tuple[str, bool], list[int]] = {}
-    for index, other in enumerate(plan.alternatives):
-        alike.setdefault((other.name, other.fits), []).append(index)
-    for (name, fits), others in alike.items():
-        is_plan = plan.own in others
-        fastest = min(others, key=lambda index: plan.alternatives[index].step_s)
-        best = plan.alternatives[plan.own if is_plan and plan.own is not None else fastest]
-        which = "one" if is_plan and plan.own != fastest else "best"
-        many = f", {which} of {len(others)}" if len(others) > 1 else ""
-        table.add_row(
-            f"  {name}{many}{', this plan' if is_plan else ''}",
-            format_seconds(best.step_s),
-            f"{best.step_s / chosen - 1:+.1%}" if chosen else "",
-            format_bytes(best.peak_bytes),
-            "yes" if fits else "no",
-        )
-    return table

@@ -172,7 +172,9 @@ def _profiles(root: Section, workers: set[str], to_come: Latencies | None) -> La
         try:
             profile = read_profile(path)
         except InputError as error:
-            raise root.error(root.get("profiles"), f"profiles: {error}") from None
+            make = f"; make it: parloom workflow profile {root.where} --worker NAME --out {path}"
+            hint = "" if path.exists() else make
+            raise root.error(root.get("profiles"), f"profiles: {error}{hint}") from None
         if profile.worker not in workers:
             hint = nearest(profile.worker, workers)
             message = f"profiles: {path} is of the worker {profile.worker!r}, which is none{hint}"
