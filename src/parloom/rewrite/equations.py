@@ -1,9 +1,9 @@
 """What the second proof is made of: functions of tensors, their shapes, and equations.
 
-`dim(a, -1)` is a size of a tensor, zero where it has no such dim. An equation has a condition
-under which it holds: parts meet only where they were put together at the same place. Where a
-condition is false, or one side is no tensor at all, the solver makes both sides all the same. So two things
-hold of every equation, and are tested: both sides have equal shapes by what is said of
+`dim(a, -1)` is a size of a tensor, zero where it has no such dim. An equation has a condition under
+which it holds: parts meet only where they were put together at the same place. The solver makes
+both sides even where the condition is not known, or what is matched is no tensor at all. So two
+things hold of every equation, and are tested: both sides have equal shapes by what is said of
 shapes alone, and where one side is a tensor, so is the other one.
 """
 
@@ -198,11 +198,11 @@ cat(k, f(i, a), f(i, b)) == f(i, cat(k, a, b))
 cat(k, scale(q, a), scale(q, b)) == scale(q, cat(k, a, b))
 cat(k, add(a, c), add(b, d)) == add(cat(k, a, b), cat(k, c, d)) if dim(a, k) == dim(c, k)
 cat(k, mul(a, c), mul(b, d)) == mul(cat(k, a, b), cat(k, c, d)) if dim(a, k) == dim(c, k)
-""".strip().splitlines()
+""".strip().splitlines()  # noqa: E501
 OF_TWO_DIMS = """
 cat(k, cat(o, a, b), cat(o, c, d)) == cat(o, cat(k, a, c), cat(k, b, d)) if And(dim(a, o) == dim(c, o), dim(a, k) == dim(b, k))
 rows(i, k, cat(o, a, b)) == cat(o, rows(i, k, a), rows(i, k, b))
-""".strip().splitlines()
+""".strip().splitlines()  # noqa: E501
 
 
 # What conditions say, besides.
