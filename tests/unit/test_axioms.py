@@ -32,7 +32,8 @@ REFUSED = [
 # Of what has no shape, or two, or is repeated along dims, the solver is not asked.
 NOT_READ = {
     "parts in another order", "true of equal parts only", "a scale of rows of parts",
-    "parts that do not meet", "a sum of a row that is repeated",     "a sum with a number that is repeated", "a bias of images without a batch",
+    "parts that do not meet", "a sum of a row that is repeated",
+    "a sum with a number that is repeated", "a bias of images without a batch",
 }  # fmt: skip
 WRONG = {
     "functions scale": ("x[*, k]", ["relu(mul(x, 2))"], ["mul(relu(x), 2)"]),
