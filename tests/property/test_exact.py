@@ -10,6 +10,8 @@ import torch
 from parloom.ir.ops import OPS
 from parloom.ir.ops.exact import Given
 from parloom.rewrite.modular import PRIME, Numbers
+from parloom.rewrite.rules import prove, rule
+from parloom.rewrite.symbolic import NotExpressed
 
 MATRIX, SQUARE, VECTOR = (3, 4), (4, 4), (4,)
 T = "tensor"
@@ -74,6 +76,77 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("unsqueeze", ([2, 3], 0), {}),
 ]
 
+# What torch raises for, or computes otherwise than an entry that would not read an argument.
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("einsum", ("...i,ij->...j", ([2, 2, 2, 4], [4, 5])), {}),
+    ("einsum", ("ii->i", ([4, 4],)), {}),
+    ("einsum", ("ij,jk", ([3, 4], [4, 5])), {}),
+    ("einsum", ("ij->ii", ([3, 4],)), {}),
+    ("einsum", ("ij->ik", ([3, 4],)), {}),
+    ("einsum", ("ij,jk->ik", ([3, 4],)), {}),
+    ("einsum", ("ijk->i", ([3, 4],)), {}),
+    ("softmax", ([3, 4], 5), {}),
+    ("softmax", ([3, 4], -1, 3), {}),
+    ("softmax", ([3, 4], -1, torch.float32), {}),
+    ("softmax", ([3, 4],), {}),
+    ("sum", ([3, 4], (2,)), {}),
+    ("sum", ([3, 4], (0, -2)), {}),
+    ("sum", ([3, 4], (0,)), {"dtype": torch.float32}),
+    ("mean", ([3, 4], (-3,)), {}),
+    ("add", ([3, 4], [3, 4], 2), {}),
+    ("add", ([3, 4], [3, 4]), {"beta": 2}),
+    ("sub", ([3, 4], [3, 4], 2), {}),
+    ("mul", ([3, 4], "2"), {}),
+    ("mul", ([3, 4], [3, 4], 2), {}),
+    ("div", ([3, 4], 2.0, "floor"), {}),
+    ("div", ([3, 4], 0), {}),
+    ("neg", ([3, 4], 1), {}),
+    ("clone", ([3, 4], 1), {}),
+    ("linear", ([3, 1], [5, 4]), {}),
+    ("linear", ([3, 4], [5, 4], [3, 5]), {}),
+    ("linear", ([3, 4], [5, 4], [5], 1), {}),
+    ("mm", ([2, 3, 4], [4, 5]), {}),
+    ("mm", ([3, 1], [4, 5]), {}),
+    ("bmm", ([1, 3, 4], [2, 4, 5]), {}),
+    ("matmul", ([3, 4], [1, 5]), {}),
+    ("mv", ([3, 4], [4, 5]), {}),
+    ("dot", ([4], [1]), {}),
+    ("addmm", ([2, 3, 5], [3, 4], [4, 5]), {}),
+    ("addmm", ([5], [3, 4], [4, 5]), {"gamma": 2}),
+    ("t", ([2, 3, 4],), {}),
+    ("transpose", ([3, 4], 0, 2), {}),
+    ("permute", ([3, 4], (0, 0)), {}),
+    ("permute", ([3, 4], (1,)), {}),
+    ("unsqueeze", ([3, 4], 3), {}),
+    ("squeeze", ([3, 1], 2), {}),
+    ("expand", ([3], (1,)), {}),
+    ("expand", ([3, 4], (4,)), {}),
+    ("expand", ([4], (-1, 4)), {}),
+    ("view", ([3, 4], (-1,)), {}),
+    ("cat", (([3, 4], [3, 4]), 2), {}),
+    ("cat", ([2, 3, 4], 0), {}),
+    ("stack", (([3, 4], [3, 4]), 3), {}),
+    ("chunk", ([4, 4], 2, 2), {}),
+    ("split_with_sizes", ([7, 2], (3, 3), 0), {}),
+    ("split_with_sizes", ([7, 2], (3, 4), 2), {}),
+    ("conv1d", ([2, 3, 7], [4, 1, 3]), {}),
+    ("conv1d", ([2, 2, 3, 7], [4, 3, 3]), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3], [1]), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3], None, (0,)), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3], None, (1,), (-1,)), {}),
+    ("conv3d", ([2, 3, 7, 7, 7], [4, 3, 3, 3, 3], None, (1, 2)), {}),
+    ("conv1d", ([2, 3, 7], [4, 3, 3], None, (1,), (0,), (1,), 1, 1), {}),
+    ("avg_pool1d", ([2, 3, 7], (2,), (2,), (2,)), {}),
+    ("max_pool1d", ([2, 3, 7], (2,), (2,), (0,), (1,), False, 3), {}),
+    ("layer_norm", ([3, 4], (3,)), {}),
+    ("layer_norm", ([3, 4], (4,), [1]), {}),
+    ("batch_norm", ([3, 4], None, None, [1], [1], False, 0.1, 1e-5), {}),
+    ("embedding", ([3, 4, 2], [2, 3]), {}),
+    ("pad", ([4], (1, 1, 1, 1)), {}),
+    ("pad", ([3, 4, 5], (1, 1), "mirror"), {}),
+    ("pad", ([3, 4, 5], (1, 1), "reflect", 2.0), {}),
+]
+
 
 def drawn(given: Any, rng: np.random.Generator) -> Any:
     """Arguments with a tensor for each shape."""
@@ -104,6 +177,45 @@ def test_entries_compute_what_torch_does(call: tuple[str, tuple[Any, ...], dict[
     for one, other in zip(found, results, strict=True):
         assert one.shape == tuple(other.shape)
         assert (one == modular(other)).all()
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=lambda call: f"{call[0]} {call[1:]}")
+def test_entries_refuse_what_they_do_not_read(
+    call: tuple[str, tuple[Any, ...], dict[str, Any]],
+) -> None:
+    name, args, kwargs = call
+    computes = OPS[name].computes
+    assert computes is not None
+    given = modular(drawn(args, np.random.default_rng(0)))
+    with pytest.raises((NotImplementedError, NotExpressed)):
+        computes(Numbers(), Given(given, tuple(kwargs.items())))
+
+
+def test_a_sum_over_no_dims_is_one_over_all() -> None:
+    x = drawn([2, 4], np.random.default_rng(0))  # as many as have an inverse in binary
+    for name, expected in (("sum", torch.sum(x, ())), ("mean", torch.mean(x, ()))):
+        computes = OPS[name].computes
+        assert computes is not None
+        assert computes(Numbers(), Given((modular(x), ()))) == (modular(expected),)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "left", "right"),
+    [
+        ("x[a, b]", "softmax(x, 5)", "softmax(x, 1)"),
+        ("x[a, b]", "softmax(x, -1, 3)", "softmax(x, -1)"),
+        ("x[a, b], y[a, b]", "add(x, y, 2)", "add(x, y)"),
+        ("x[a, b]", "div(x, 2.0, 'floor')", "mul(x, 0.5)"),
+        ("x[a, b]", "sum(x, ())", "x"),
+        ("x[a, b]", "squeeze(x, 0)", "x"),
+        ("x[m, 1], y[k, n]", "mm(x, y)", "mul(x, sum(y, (0,)))"),
+        ("x[a, a, a, b]", "einsum('...i->...', x)", "einsum('abcd->abc', x)"),
+    ],
+)
+def test_no_rule_is_proved_of_arguments_that_are_not_read(
+    inputs: str, left: str, right: str
+) -> None:
+    assert prove(rule("wrong", inputs, [left], [right]))
 
 
 def test_embedding_looks_up_rows() -> None:

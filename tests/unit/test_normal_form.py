@@ -18,7 +18,7 @@ def matrix(name: str, rows: str, columns: str) -> Symbolic:
 
 A, B, B2 = matrix("A", "m", "k"), matrix("B", "k", "n"), matrix("B2", "k", "n")
 C, D = matrix("C", "k", "p"), matrix("D", "n", "q")
-Q, R = matrix("Q", "n", "n"), matrix("R", "n", "n")
+Q, R, X0 = matrix("Q", "n", "n"), matrix("R", "n", "n"), matrix("X0", "m", "n")
 A1, A2 = matrix("A1", "m", "k1"), matrix("A2", "m", "k2")
 B1, B3 = matrix("B1", "k1", "n"), matrix("B3", "k2", "n")
 S, S2 = matrix("S", "m", "k"), matrix("S2", "m2", "k")
@@ -165,6 +165,9 @@ TRUE: dict[str, Callable[[], Pair]] = {
     "there and back": lambda: (
         G.reshape(heads(linear(WIDE, W)), [dim("b"), dim("s"), dim("h d")]), linear(WIDE, W),
     ),
+    "sums in functions of sums in functions": lambda: (
+        f(mm(f(mm(mm(X0, Q), R)), R)), f(mm(f(mm(X0, mm(Q, R))), R)),
+    ),
     "dims of one element": lambda: (
         G.reshape(G.reshape(A, [((),), dim("m"), ((),), dim("k"), ((),)]), A.shape), A,
     ),
@@ -191,6 +194,16 @@ FALSE: dict[str, Callable[[], Pair]] = {
         G.concat([G.rows("g", A1, 1), G.rows("g", A2, 1)], 1),
     ),
     "rows and columns": lambda: (G.rows("g", Q, 0), G.rows("g", Q, 1)),
+    # What a sum inside is over has the number of the outer sum until it is renamed.
+    "a function of a function, one factor transposed": lambda: (
+        f(mm(f(mm(X0, Q)), R)), f(mm(f(mm(X0, t(Q))), R)),
+    ),
+    "rows of functions of functions, one factor transposed": lambda: (
+        G.rows("g", f(mm(f(mm(X0, Q)), R)), 1), G.rows("g", f(mm(f(mm(X0, t(Q))), R)), 1),
+    ),
+    "three functions deep, one factor transposed": lambda: (
+        f(mm(f(mm(f(mm(X0, Q)), R)), Q)), f(mm(f(mm(f(mm(X0, t(Q))), R)), Q)),
+    ),
     "rows of other lengths": lambda: (
         total(G.rows("g", G.fill(Fraction(1), [dim("n"), dim("k")]), 1), 1),
         total(G.rows("g", G.fill(Fraction(1), [dim("n"), dim("m")]), 1), 1),

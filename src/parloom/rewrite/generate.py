@@ -159,7 +159,7 @@ class Generator:
             made = computes(
                 Shapes(), Given(tuple(_filled(a, by_term, -1, self.symbols) for a in args))
             )
-        except NotExpressed:
+        except (NotExpressed, NotImplementedError):
             return
         self.tried += 1
         values = []

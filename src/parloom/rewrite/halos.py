@@ -11,9 +11,11 @@ from typing import Any
 
 import z3
 
-from parloom.rewrite.axioms import FUNCTIONS, RLIMIT, NotReadError, Reading, T
+from parloom.rewrite.axioms import RLIMIT
+from parloom.rewrite.equations import FUNCTIONS
+from parloom.rewrite.reading import NotReadError, Reading
 from parloom.rewrite.rules import Rule
-from parloom.rewrite.terms import LEAD, Arg, Extent, Name, Size, Term
+from parloom.rewrite.terms import LEAD, Arg, Name, Size, Term
 
 # A part of what a function makes, and its cases; each is an equation with its condition.
 CASES = {
@@ -57,14 +59,13 @@ class Halos(Reading):
     """Terms whose convolutions say how far they reach, and whose padding says what it is of."""
 
     def __init__(self, rule: Rule, sizes: dict[str, Any]) -> None:
-        inputs = {own.name: z3.Const(f"input_{own.name}", T) for own in rule.inputs}
-        super().__init__(inputs, sizes, {own.name: own.sizes for own in rule.inputs})
+        super().__init__(rule.inputs, sizes)
 
     def size(self, made: Any, dim: int = -1) -> Any:
         """The size of a dim of an expression."""
         name, args = made.decl().name(), made.children()
         if name.startswith("input_"):
-            return self._extent(self._shapes[name.removeprefix("input_")][dim])
+            return self._extent(self._declared[name.removeprefix("input_")][dim])
         of = {"near": 2, "cut": 1, "cat": 1, "again": 1}.get(name, 0)
         if name == "zeros":
             size = args[3 + dim]
@@ -141,7 +142,7 @@ class Halos(Reading):
             _one(term.args[at]) if len(term.args) > at else default
             for at, default in ((3, 1), (4, 0), (5, 1), (6, 1))
         )
-        kernel = self._shapes[weight.name][-1] if isinstance(weight, Name) else LEAD
+        kernel = self._declared[weight.name][-1] if isinstance(weight, Name) else LEAD
         if stride != 1 or groups != 1 or isinstance(kernel, str) or any(kernel):
             raise NotReadError("windows by strides, of groups or of sizes that are no numbers")
         inside, reach = self.term(x), (len(kernel) - 1) * dilation
@@ -186,13 +187,6 @@ class Halos(Reading):
     def _between(self, inside: Any, before: Any, after: Any) -> Any:
         cat = FUNCTIONS["cat"]
         return cat(-1, cat(-1, before, inside), after)
-
-    def _split_with_sizes(self, term: Term) -> Any:
-        """Sizes may be numbers, too."""
-        x, sizes, at = term.args
-        assert isinstance(sizes, tuple)
-        told = tuple(Extent(((),) * own) if isinstance(own, int) else own for own in sizes)
-        return super()._split_with_sizes(Term(term.op, (x, told, at), term.result))
 
 
 def _one(arg: Arg) -> int:

@@ -78,6 +78,8 @@ class Numbers:
         return np.concatenate(list(parts), axis=dim)
 
     def split(self, part: Ints, dim: int, sizes: Sequence[int]) -> list[Ints]:
+        if sum(sizes) != part.shape[dim]:  # numpy would have the last part take the rest
+            raise NotExpressed(f"{part.shape[dim]} in parts of {sizes}")
         return np.split(part, np.cumsum(sizes)[:-1], axis=dim)
 
     def take(self, part: Ints, dim: int, at: Sequence[int]) -> Ints:

@@ -191,8 +191,12 @@ def _variables(atom: Atom) -> set[Var]:
 
 
 def _least(monomial: Monomial, depth: int) -> Monomial:
+    """A monomial in its least order. What is inside of functions is numbered first: a sum in there
+    that still had the numbers of this depth would capture this one's digits.
+    """
     bound, atoms = monomial
-    tried = (_written(order, atoms, depth) for order in _orders(bound))
+    apart = [_deep(atom, depth + 1) for atom in atoms]
+    tried = (_written(order, apart, depth) for order in _orders(bound))
     return min(tried, key=repr)
 
 

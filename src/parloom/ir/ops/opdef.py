@@ -9,7 +9,7 @@ from parloom.errors import VerifyError
 from parloom.ir.graph import DTYPE_BYTES, Arg, Dtype, Function, Ref, TensorSpec
 from parloom.ir.layout import Layout, Shape, digits, local_shape
 from parloom.ir.mesh import Mesh
-from parloom.ir.ops.exact import Exact, elementwise
+from parloom.ir.ops.exact import Exact, elementwise, of_all
 from parloom.ir.ops.rule import Assignment, Rule, Site, broadcast, elementwise_flops
 
 MAX_DECIMAL_BITS = 4096  # Python refuses to print or read much longer decimal numbers
@@ -229,10 +229,12 @@ class OpDef:
 
     @property
     def computes(self) -> Exact | None:
-        """What it computes; None where that is not known."""
+        """What it computes, which refuses arguments that it does not read; None where that is not
+        known.
+        """
         if self.exact is None and self.rule is broadcast and not self.random:
-            return elementwise(self.name)
-        return self.exact
+            return of_all(elementwise(self.name))
+        return None if self.exact is None else of_all(self.exact)
 
     def saves(self, site: Site) -> SavedTensors:
         """What autograd keeps of a call."""
