@@ -16,8 +16,8 @@ from parloom.ir.graph import Graph, Node
 from parloom.ir.lower import lower
 from parloom.ir.ops.joined import CONVS, LINEARS
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.merge import merges
-from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.merge import merges, merges_of_fewer
+from parloom.rewrite.rewrites import derived, rewritten
 from parloom.rewrite.take import Take, parse_take
 from parloom.rewrite.terms import Name, Term
 from parloom.runtime.operators import linears
@@ -178,6 +178,25 @@ def test_what_reads_what_comes_later_is_not_merged() -> None:
     values = tuple(node.results[0].name for node in found)
     with pytest.raises(InputError, match="would be made after it is read"):
         rewritten(graph, [str(Take("main", values, call, ("merge_linear",)))])
+
+
+def test_all_but_the_last_of_several_products_are_one_way_more() -> None:
+    class Several(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.all = nn.ModuleList(nn.Linear(4, 4 + i, bias=False) for i in range(number))
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = sum((own(x).sum() for own in self.all), torch.zeros(()))
+            return loss
+
+    for number in (2, 3, 4):
+        graph = lowered.of(Several(number), {"x": torch.randn(4, 4)}).graph
+        (whole,) = merges(graph)
+        fewer = list(merges_of_fewer(graph.main))
+        assert [take.values for take in fewer] == ([whole.values[:-1]] if number > 2 else [])
+        for take in fewer:
+            derived(graph, [str(take)])
 
 
 def test_takes_are_read_as_they_are_written() -> None:

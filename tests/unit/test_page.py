@@ -21,13 +21,13 @@ from parloom.ir.expected import Prediction
 from parloom.ir.graph import Graph, Node
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, NodeDecision
+from parloom.report.alternatives import alternatives_table
 from parloom.report.output import rendered
 from parloom.report.page.document import Document
 from parloom.report.page.html import ASSETS, page
 from parloom.report.page.network import _neighbors, _shifted
 from parloom.report.page.parts import MOST_NODES, in_parts
 from parloom.report.page.steps import _fewer
-from parloom.report.terminal import _alternatives
 from parloom.search.request import ScoredPlan
 from tests.unit.explained import case_of
 from tests.unit.graphs import perceptron, stack
@@ -112,7 +112,7 @@ def test_one_alternative_is_the_plan() -> None:
         chosen = Choice(best, tuple(scored), lambda _: True).recorded(side.plan)
         assert chosen.name == best.name
         assert sorted(other.name for other in chosen.alternatives) == sorted(s.name for s in scored)
-        text = rendered(_alternatives(chosen), 100)
+        text = rendered(alternatives_table(chosen), 100)
         (row,) = [line for line in text.split("\n") if "this plan" in line]
         assert best.name in row
 

@@ -36,6 +36,16 @@ def merges_in(function: Function) -> Iterator[Take]:
             yield _merged(function, nodes)
 
 
+def merges_of_fewer(function: Function) -> Iterator[Take]:
+    """Of three products of one operand and more all but the last: apart, that one may be split in
+    another way, and be computed while the others communicate.
+    """
+    for nodes in _alike(function):
+        few = nodes[:-1]
+        if len(few) > 1 and not _is_late(function, few) and not _refusal(function, few[0]):
+            yield _merged(function, few)
+
+
 def merges_of_two(function: Function) -> Iterator[Take]:
     """All pairs of products of one operand, of which each may be merged already."""
     for nodes in _alike(function, (*JOINED, LINEARS, CONVS)):

@@ -18,7 +18,7 @@ from parloom.rewrite.bodies import Body
 from parloom.rewrite.egraph import Class, Way, ways
 from parloom.rewrite.follows import rules_for, with_few_rules
 from parloom.rewrite.horizontal import fusions
-from parloom.rewrite.merge import merges_in
+from parloom.rewrite.merge import merges_in, merges_of_fewer
 from parloom.rewrite.rewrites import rule_names
 from parloom.rewrite.substitutions import applied, by_rules, differences, takes_between
 from parloom.rewrite.take import Take, compatible, ends_of, taken_bodies
@@ -91,15 +91,20 @@ class WholeForms:
         classes, grows = self.body.classes, self.values.grows
         self.merges = [take for take in merges if not grows(take.call, classes)]
         self.fused = [take for take in fused if not grows(take.call, classes)]
+        fewer = (take for take in merges_of_fewer(function) if allowed(take.rules))
+        self.fewer = [take for take in fewer if not grows(take.call, classes)]
 
     def takes(self) -> Iterator[Take]:
-        """What pins ask for, what forms have, and merges of products that no form changes."""
+        """What pins ask for, what forms have, merges of products that no form changes, and those of
+        fewer of them.
+        """
         yield from self._wanted()
         values = set[str]()
         for take in self._of_forms():
             values.update(name for _, name in take.taken)
             yield take
         yield from (take for take in self.merges if values.isdisjoint(take.values))
+        yield from self.fewer
 
     def can_be_made(self, take: Take) -> bool:
         """Whether the graph may have a take alone."""
