@@ -425,16 +425,17 @@ def constraint_line(constraint: Constraint, found: Prediction, aim: Aim | None =
     if constraint.step_s is None or constraint.peak_bytes is None:
         return f"{constraint.text}: what it costs was not looked for"
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
+    instead = f"; {constraint.instead}" if constraint.instead else ""
     costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
     if aim is not None and (constraint.step_s, constraint.peak_bytes) != (step_s, peak):
         with_it = f"{format_seconds(step_s)} and {format_bytes(peak)}"
-        return f"{constraint.text}: {with_it} with it, {' and '.join(without)} without"
+        return f"{constraint.text}: {with_it} with it, {' and '.join(without)} without{instead}"
     if constraint.step_s == step_s:
-        return f"{costs} nothing"
+        return f"{costs} nothing{instead}"
     return (
         f"{costs} {format_seconds(step_s - constraint.step_s)}"
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
-        f" {format_bytes(peak)} with it, {' and '.join(without)} without"
+        f" {format_bytes(peak)} with it, {' and '.join(without)} without{instead}"
     )
 
 
