@@ -140,6 +140,11 @@ class Pin:
         names = (name for rule in rules for name in (rule, *base_ids(rule)))
         return any(fnmatchcase(name, self.terms[0].where) for name in names)
 
+    def covers(self, other: "Pin") -> bool:
+        """Whether it names all rules that a pin on rewrites names."""
+        own, given = self.terms[0].where, other.terms[0].where
+        return own in ("*", given) or (set(given).isdisjoint("*?[") and self.is_about((given,)))
+
     @property
     def policy(self) -> str:
         """What a pin about recomputation leaves."""
