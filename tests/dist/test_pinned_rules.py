@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 from parloom import api
 from parloom.errors import InputError
+from parloom.explain import explain
+from parloom.ir.graph import Call
 from parloom.ir.plan import Plan
+from parloom.ir.text import parse_graph
+from parloom.report.output import rendered
 from parloom.report.words import constraint_lines
 from parloom.rewrite.rewrites import takes_of
+from tests.dist.test_planned_rewrites import planned
 
 torch.set_num_threads(1)
 
@@ -88,3 +93,32 @@ def test_why_a_rewrite_cannot_be_pinned(asked: Mapping[str, list[str]], said: st
     with pytest.raises(InputError) as caught:
         api.search(captured(), cluster="1xcpu", **asked)  # type: ignore[arg-type]
     assert str(caught.value) == said
+
+
+def test_explain_says_what_took_the_place_of_a_name() -> None:
+    plan = planned("attention")
+    blocks = [own.prefix for own in parse_graph(plan.graph).main.body if isinstance(own, Call)]
+    assert len(blocks) == 3
+    whole = explain(plan).document
+    (found,) = whole["rewrites"]
+    assert f" in {blocks[0]} and in 2 more blocks: computed by " in found["where"]
+    assert found["proof"].endswith("found as the rewrite was made; there is no second proof")
+    first = blocks[1]
+    into = f"{first}:parloom.linears#0"
+    for name in (f"{first}.q", f"{first}.q.weight", f"{first}.q:linear#0", f"{first}.q:linear"):
+        answer = explain(plan, name=name)
+        (line,) = answer.document["replaced"]
+        assert line == (
+            f"the model's {first}.q:linear#0 is merged with {first}.k:linear#0,"
+            f" {first}.v:linear#0 by merge_linear into {into}"
+        )
+        assert line in rendered(answer.screen, 200)
+        assert (answer.document["name"] == into) == (":" in name)
+    for name in (first, into):
+        assert explain(plan, name=name).document["replaced"] == []
+    averages = api.search(captured(), cluster="1xcpu")
+    for name, gone in (("head.weight", "head"), ("a.2", "a.2"), ("a.2:linear#0", "a.2")):
+        answer = explain(averages, name=name).document
+        (line,) = answer["replaced"]
+        assert line.startswith(f"the model's {gone}:linear#0 is computed in another way, by ")
+        assert answer["name"].startswith("head:" if ":" in name else name)

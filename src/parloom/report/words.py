@@ -125,9 +125,9 @@ def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
         paths = {v.name: i.path for i in function.body if isinstance(i, Node) for v in i.results}
         what = ", ".join(paths.get(name) or name for _, name in take.taken)
         blocks = [call.prefix for call in calls if call.function == take.function]
-        where = f" in {blocks[0]} and {len(blocks) - 1} more" if len(blocks) > 1 else ""
-        if len(blocks) == 1:
-            where = f" in {blocks[0]}"
+        where = f" in {blocks[0]}" if blocks else ""
+        if len(blocks) > 1:
+            where += f" and in {_count(len(blocks) - 1, 'more block')}"
         names = dict.fromkeys(call.op for call in calls_in(take.call))
         yield f"{what}{where}: computed by {', '.join(names)} ({', '.join(take.rules)})"
 
