@@ -23,6 +23,7 @@ from parloom.ir.lower import lower
 from parloom.ir.plan import DEVICES, Plan
 from parloom.ir.regular_parts import check_on_any, memory_of
 from parloom.objectives import rank
+from parloom.report.instead import instead_words
 from parloom.report.shortage import MOST, Shortage, shortage_document, shortage_text
 from parloom.report.words import INTERRUPTED, constraint_line
 from parloom.rewrite.rewrites import rewritten
@@ -232,7 +233,10 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
             known.append(plan)
             # What holds a pin or a limit is a plan without it, too.
             others = known if not kept and other is request else [found.best, plan]
-            constraints.append(_constraint(text, min(others, key=rank(request))))
+            made = _constraint(text, min(others, key=rank(request)))
+            forbidden = [pin for pin in pins if pin.text == text]
+            instead = instead_words(forbidden, plan.decisions.rewrites, found.best.decisions)
+            constraints.append(replace(made, instead=instead))
             say(constraint_line(constraints[-1], found.best.prediction, found.aim))
     except (KeyboardInterrupt, StoppedError):
         line = f"what {text} costs is left out: {INTERRUPTED}"

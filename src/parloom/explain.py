@@ -1,6 +1,6 @@
 """Answers to `parloom explain`: a plan, or one name of it, beside another plan where asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from parloom.report.pipeline_screen import (
     pipeline_screen,
     stages_named_screen,
 )
+from parloom.report.replaced import Replaced, replaced
 from parloom.report.rewrites import rewrites_explained
 from parloom.report.versus import versus as compared
 from parloom.report.versus import versus_screen
@@ -103,12 +104,33 @@ def explain(
 def _named(
     case: Case | PipelineCase, name: str, calibration: str | Path | None, path: str
 ) -> Answer:
+    gone = replaced(parse_graph(case.plan.graph), case.decisions.rewrites, name)
+    there = _there(case, name, gone)
     if isinstance(case, PipelineCase):
-        return _named_in_stages(case, name, path)
-    machine = machine_of(case.plan, calibration)
-    play = partial(machine.simulate, optimizer=case.plan.optimizer)
-    document = name_explained(case, Names(case.pcg.graph).find(name), play)
-    return Answer(document, name_screen(document, path))
+        found = _named_in_stages(case, there, path)
+    else:
+        machine = machine_of(case.plan, calibration)
+        play = partial(machine.simulate, optimizer=case.plan.optimizer)
+        document = name_explained(case, Names(case.pcg.graph).find(there), play)
+        found = Answer(document, name_screen(document, path))
+    lines = [own.text for own in gone]
+    screen = Group(*map(Text, lines), Text(""), found.screen) if lines else found.screen
+    return Answer(found.document | {"replaced": lines}, screen)
+
+
+def _there(case: Case | PipelineCase, name: str, gone: Sequence[Replaced]) -> str:
+    """The name of what is explained: that of the first operator that is in the place of one that is
+    gone, where nothing else has this name.
+    """
+    into = [key for own in gone for key in own.into]
+    if not into:
+        return name
+    graph = rewritten(parse_graph(case.plan.graph), case.decisions.rewrites)
+    try:
+        Names(graph).find(name)
+    except InputError:
+        return into[0]
+    return name
 
 
 def _named_in_stages(pipeline: PipelineCase, name: str, path: str) -> Answer:

@@ -418,7 +418,7 @@ def test_a_pinned_rewrite_is_made_wherever_it_applies() -> None:
     calls = [i for i in parse_graph(plan.graph).main.body if isinstance(i, Call)]
     assert {call.function for call in calls} == {take.function}
     for name, pin, said in (
-        ("chain", "merge_linear", "applies nowhere"),
+        ("chain", "merge_linear", "applies nowhere: no operators of this model have the form"),
         ("chain", "merge_lineer", "did you mean 'merge_linear'"),
         ("attention", "softmax_cat*", "applies nowhere"),
     ):

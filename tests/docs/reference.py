@@ -16,6 +16,9 @@ from pydantic import BaseModel
 
 from parloom import cli, zoo
 from parloom.ir import plan_schema
+from parloom.rewrite.known import Known
+from parloom.rewrite.rules import Rule
+from parloom.rewrite.terms import calls_in
 
 MARKED = re.compile(r"<!-- made of the code: (.+?) -->\n(.*?)<!-- end -->", re.S)
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -141,6 +144,30 @@ def decisions(folder: Path) -> str:
         number, _, title = path.read_text(encoding="utf-8").splitlines()[0][2:].partition(": ")
         lines.append(f"- {number}: [{title}]({path.name})")
     return "\n".join(lines) + "\n"
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def rules(known: Mapping[str, Known]) -> str:
+    """A table of rules for each operator that ids begin with."""
+    by_op: dict[str, list[Rule]] = {}
+    for own in known.values():
+        by_op.setdefault(_first_op(own.rule), []).append(own.rule)
+    lines: list[str] = []
+    for op in sorted(by_op):
+        lines += [f"### {op}", "", "| rule | says | of |", "|---|---|---|"]
+        for own in sorted(by_op[op], key=lambda rule: rule.id):
+            sides = (", ".join(map(str, side)) for side in (own.left, own.right))
+            inputs = ", ".join(map(str, own.inputs))
+            lines.append(f"| `{own.id}` | `{_cell(' = '.join(sides))}` | `{_cell(inputs)}` |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _first_op(own: Rule) -> str:
+    ops = (call.op for side in (*own.left, *own.right) for call in calls_in(side))
+    return next(op for op in ops if own.id.startswith(f"{op}_"))
 
 
 # --- plan files ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *ALL]
 # Where users read; the others speak of operators, of benchmarks and of other frameworks, too.
 USERS = re.compile(
     r"README|docs/(index|tutorial|support|limitations|glossary)|docs/how-to/(?!from-other)"
-    r"|docs/reference/(?!exports)"
+    r"|docs/reference/(?!exports|rules)"
 )
 FOR_USERS = [page for page in PAGES if USERS.match(page)]
 OF_OTHERS = {"epochs", "index-url", "nproc-per-node"}  # flags of a script, pip and torchrun

@@ -14,6 +14,7 @@ from transformers import GPT2Config
 from parloom.cost.calibration import _Document
 from parloom.execute.verify import VerifyReport
 from parloom.ir.plan_schema import PlanDocument
+from parloom.rewrite.known import known_rules, partial_rules
 from tests.docs import reference
 from tests.docs.cluster_schema import cluster_schema
 from tests.docs.commands import run
@@ -131,6 +132,8 @@ def parts_of(documents: dict[str, list[Any]]) -> tuple[dict[str, str], dict[str,
         "zoo models": reference.zoo_models(),
         "plan keys": reference.plan_keys(),
         "decisions": reference.decisions(DOCS / "decisions"),
+        "rules": reference.rules(known_rules()),
+        "rules of partly equal programs": reference.rules(partial_rules()),
     }
     parts |= {
         f"keys of {verb}": reference.json_keys(schemas[verb]) for verb in ("verify", *documents)
@@ -196,6 +199,17 @@ def test_scaling_of_a_plan_is_of_its_model_cluster_and_method(
     assert all(point["name"].startswith("fsdp") for point in of_plan["points"])
     samples = [point["samples_per_step"] for point in weak["points"]]
     assert samples == [64, 128]
+
+
+def test_every_rule_can_be_looked_up() -> None:
+    page = (DOCS / "reference" / "rules.md").read_text(encoding="utf-8")
+    for name, own in (known_rules() | partial_rules()).items():
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert " = " in row
+        assert all(str(given) in row for given in own.rule.inputs)
+    told = page.split("<!-- made of the code: rules -->")[0]
+    for word in ("classes", "pairs", "basis", "TASO's pruning", "rules_checked.py", "--out"):
+        assert word in told
 
 
 def test_a_changed_flag_is_another_page(monkeypatch: pytest.MonkeyPatch) -> None:

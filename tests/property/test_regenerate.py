@@ -54,6 +54,18 @@ def test_the_command_prints_counts_and_writes(
     assert path.read_text(encoding="utf-8").startswith('{"version": 4, "rules": [')
 
 
+def test_help_is_of_whole_sentences(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["regenerate", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    usage, about, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: python -m parloom.rewrite.regenerate [-h]")
+    assert about.endswith(".")
+    assert about.count("[") == about.count("]")
+
+
 def test_the_file_is_as_it_is_written() -> None:
     """Each entry has what the generator writes of its rule, no more and no less."""
     for name in ("rules.json", "partial.json"):

@@ -97,6 +97,28 @@ def test_all_rewrites_that_can_be_may_be_named(name: str) -> None:
     assert parse_pin(f"rewrite={name}", forbidden=True).kind is Kind.REWRITE
 
 
+@pytest.mark.parametrize(
+    ("name", "meant", "other"),
+    [
+        ("mul_linear_8c707d", "mul_linear_8c707d", "mul_linear_069230"),
+        ("mul_linear_8c707d", "mul_linear_8c707d_0p5", "mul_linear_069230_0p5"),
+        ("mul_linear_*d", "mul_linear_8c707d_m1e-05", "mul_linear_069230_0p5"),
+        ("gelu_cat_9f78e4", "gelu_cat_9f78e4_hard_tanh", "gelu_cat_9f78e"),
+        ("gelu_cat_9f78e4_relu", "gelu_cat_9f78e4_relu", "gelu_cat_9f78e4_tanh"),
+        ("mul_linear_8c707d_0p5", "mul_linear_8c707d_0p5", "mul_linear_8c707d"),
+    ],
+)
+def test_a_rule_stands_for_its_cases_and_a_case_for_itself(
+    name: str, meant: str, other: str
+) -> None:
+    for forbidden in (False, True):
+        found = pinned_by(perceptron(), f"rewrite={name}", forbidden=forbidden)
+        asks = [found.wants_rewrite, found.allows_rewrite][forbidden]
+        assert asks((meant,)) != forbidden
+        assert asks((other, "merge_linear")) == forbidden
+        assert asks((other, meant)) != forbidden
+
+
 def test_a_layout_may_be_copied_from_a_printed_plan() -> None:
     assert parse_pin("up={d0: x, n: y}").terms == parse_pin("up=d0:x,n:y").terms
 

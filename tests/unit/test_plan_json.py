@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parloom.errors import InputError, VerifyError
-from parloom.ir.expected import Alternative, Prediction
+from parloom.ir.expected import Alternative, Constraint, Prediction
 from parloom.ir.mesh import Mesh, MeshAxis, PrimeAxis, grid
 from parloom.ir.plan import (
     ActivationDecision,
@@ -77,6 +77,9 @@ def test_round_trip_is_exact() -> None:
     text = plan_to_json(plan)
     assert plan_from_json(text, "plan.json") == plan
     assert plan_to_json(plan_from_json(text.encode(), "plan.json")) == text
+    priced = Constraint("--forbid rewrite=a", 0.5, 7, "the same by other rules: b")
+    plan = replace(plan, constraints=(Constraint("--pin a=n"), priced))
+    assert plan_from_json(plan_to_json(plan), "plan.json") == plan
 
 
 def test_the_command_says_all_that_was_asked() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from parloom.errors import InputError
+from parloom.rewrite.rewrites import PROOF, TWICE, proof_words
 from parloom.rewrite.rules import (
     Rule,
     counterexample,
@@ -301,3 +302,22 @@ def test_windows_that_fit_on_one_side_only_are_told() -> None:
         1,
         0,
     )
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        (["linear_add_954517"], f"{PROOF}; {TWICE}"),
+        (["merge_linear"], f"{PROOF}, found as the rewrite was made; there is no second proof"),
+        (
+            ["mul_linear_069230_0p5", "linear_add_954517"],
+            f"{PROOF}; {TWICE}: mul_linear_069230_0p5 (as mul_linear_069230), linear_add_954517",
+        ),
+        (
+            ["linear_add_954517", "fold_scale", "linear_along_d0"],
+            f"{PROOF}; {TWICE}: linear_add_954517; no second proof of fold_scale, linear_along_d0",
+        ),
+    ],
+)
+def test_it_is_said_which_proofs_rules_have(rules: list[str], said: str) -> None:
+    assert proof_words(rules) == said

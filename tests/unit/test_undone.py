@@ -30,7 +30,7 @@ from parloom.report.output import rendered
 from parloom.report.rewrite_screen import rewrite_screen
 from parloom.report.rewrites import rewrites_explained
 from parloom.rewrite.merge import merges
-from parloom.rewrite.rewrites import rewritten
+from parloom.rewrite.rewrites import proof_words, rewritten
 from parloom.search.cheaper import Cheaper, Played
 from parloom.search.undone import Undoing, Undone
 from tests.property.searched import every_assignment
@@ -173,7 +173,10 @@ def test_what_cannot_be_undone_alone_says_why() -> None:
     assert document["reason"] == f"cannot be undone alone: {found.plan}"
     assert document["saved_s"] is document["saved_sent_bytes"] is None
     assert document["saved_peak_bytes"] is None
+    assert document["proof"] == proof_words(document["rules"])
     shown = rendered(Group(*rewrite_screen(document)), 120)
+    assert "proof: both sides have equal normal forms for all shapes" in shown
+    assert "there is no second proof" in shown
     assert "cannot be undone alone: stage 0 has no items" in shown
     assert "against the plan without it" not in shown
 

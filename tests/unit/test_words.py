@@ -24,6 +24,7 @@ from parloom.ir.plan import (
     one_stage,
 )
 from parloom.ir.stages import stage_items
+from parloom.report.instead import instead_words
 from parloom.report.words import (
     constraint_line,
     idle_axes,
@@ -39,11 +40,14 @@ from parloom.report.words import (
     words,
 )
 from parloom.rewrite.rewrites import rewritten
+from parloom.search.pins import parse_pin
 from parloom.search.quantized import in_int8
 from tests.unit.graphs import cluster, graph, node, perceptron, stack
 from tests.unit.test_plan_json import example
 
 CLUSTER = cluster(2, 2)
+SAME = "take h in main by linear_mul_30f5f6_0p5: linear(x, mul(w, 0.5))"
+OTHER = "take h in main by linear_add_954517: mul(linear(x, w), 0.5)"
 
 
 def test_what_travels_in_int8() -> None:
@@ -260,6 +264,32 @@ def test_what_one_flag_costs_and_what_several_cost() -> None:
     assert constraint_line(Constraint("--pin a=n", step_s, 1), found) == "--pin a=n costs nothing"
     assert constraint_line(Constraint(ALL, step_s, 1), found) == "all of these cost nothing"
     assert constraint_line(Constraint(ALL, 0.25, 1), found).startswith("all of these cost 50 ms")
+    other = Constraint("--forbid rewrite=a", step_s, 1, "the same by other rules: b")
+    assert constraint_line(other, found) == (
+        "--forbid rewrite=a costs nothing; the same by other rules: b"
+    )
+    assert constraint_line(replace(other, step_s=0.25), found).endswith(
+        " without; the same by other rules: b"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "now", "said"),
+    [
+        ("rewrite=mul_linear_069230", SAME, "the same by other rules: linear_mul_30f5f6_0p5"),
+        ("rewrite=mul_linear_*", OTHER, "other rules for h: linear_add_954517"),
+        ("rewrite=mul_linear_8c707d", SAME, ""),
+        ("rewrite=mul_linear_069230", SAME.replace("in main", "in block"), ""),
+        ("rewrite=mul_linear_069230", SAME.replace("take h", "take g"), ""),
+        ("h=replicated", SAME, ""),
+    ],
+)
+def test_what_comes_back_by_other_rules_is_said(asked: str, now: str, said: str) -> None:
+    pin = parse_pin(asked, forbidden=True)
+    gone = "take h in main by mul_linear_069230_0p5: linear(x, mul(w, 0.5))"
+    found = replace(example().decisions, rewrites=(now,))
+    assert instead_words([pin], [gone], found) == said
+    assert instead_words([replace(pin, forbidden=False)], [gone], found) == ""
 
 
 @pytest.mark.parametrize(("planned", "here"), list(product(("spec", "measured"), repeat=2)))

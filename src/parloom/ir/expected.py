@@ -41,12 +41,14 @@ class Alternative:
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A flag that the plan keeps to, and the best that was found without it: None where nobody
-    looked, as after Ctrl-C.
+    looked, as after Ctrl-C. `instead` says by which other rules a value is computed for which that
+    plan has a rewrite that is forbidden here.
     """
 
     text: str
     step_s: float | None = None
     peak_bytes: int | None = None
+    instead: str = ""
 
 
 class Objective(StrEnum):

@@ -83,6 +83,7 @@ def plan_to_json(plan: Plan) -> str:
         ],
         "constraints": [
             {"text": c.text, "step_s": c.step_s, "peak_bytes": c.peak_bytes}
+            | ({"instead": c.instead} if c.instead else {})
             for c in plan.constraints
         ],
         "assumptions": list(plan.assumptions),

@@ -178,11 +178,12 @@ class AlternativeDocument(Document):
 
 
 class ConstraintDocument(Document):
-    """A flag that the plan keeps to, and the best without it."""
+    """A flag that the plan keeps to, and the best without it; `instead` of what is forbidden."""
 
     text: str
     step_s: Number | None
     peak_bytes: Index | None
+    instead: str = ""
 
 
 class AimDocument(Document):

@@ -11,7 +11,7 @@ from parloom.ir.stages import Cut
 from parloom.ir.text import parse_graph, print_node
 from parloom.report.case import Case, PipelineCase
 from parloom.report.words import process_names, rewrite_words
-from parloom.rewrite.rewrites import PROOF
+from parloom.rewrite.rewrites import proof_words
 from parloom.search.cheaper import Played
 from parloom.search.runner_up import Play
 from parloom.search.undone import Undoing
@@ -48,7 +48,7 @@ def rewrites_explained(case: Case | PipelineCase, play: Play | None = None) -> I
         found = undoing.without(index)
         yield {
             "rules": list(take.rules),
-            "proof": PROOF,
+            "proof": proof_words(take.rules),
             "where": line,
             "before": [print_node(node) for node in found.before],
             "after": [print_node(node) for node in found.after],

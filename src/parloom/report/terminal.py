@@ -123,7 +123,12 @@ def plan_document(
             for a in plan.alternatives
         ],
         "constraints": [
-            {"text": c.text, "without_step_s": c.step_s, "without_peak_bytes": c.peak_bytes}
+            {
+                "text": c.text,
+                "without_step_s": c.step_s,
+                "without_peak_bytes": c.peak_bytes,
+                "instead": c.instead,
+            }
             for c in plan.constraints
         ],
         "assumptions": list(plan.assumptions),

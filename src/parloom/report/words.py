@@ -125,9 +125,9 @@ def rewrite_words(graph: Graph, decisions: Decisions) -> Iterator[str]:
         paths = {v.name: i.path for i in function.body if isinstance(i, Node) for v in i.results}
         what = ", ".join(paths.get(name) or name for _, name in take.taken)
         blocks = [call.prefix for call in calls if call.function == take.function]
-        where = f" in {blocks[0]} and {len(blocks) - 1} more" if len(blocks) > 1 else ""
-        if len(blocks) == 1:
-            where = f" in {blocks[0]}"
+        where = f" in {blocks[0]}" if blocks else ""
+        if len(blocks) > 1:
+            where += f" and in {_count(len(blocks) - 1, 'more block')}"
         names = dict.fromkeys(call.op for call in calls_in(take.call))
         yield f"{what}{where}: computed by {', '.join(names)} ({', '.join(take.rules)})"
 
@@ -425,16 +425,17 @@ def constraint_line(constraint: Constraint, found: Prediction, aim: Aim | None =
     if constraint.step_s is None or constraint.peak_bytes is None:
         return f"{constraint.text}: what it costs was not looked for"
     without = format_seconds(constraint.step_s), format_bytes(constraint.peak_bytes)
+    instead = f"; {constraint.instead}" if constraint.instead else ""
     costs = f"{constraint.text} cost{'s' if constraint.text.startswith('--') else ''}"
     if aim is not None and (constraint.step_s, constraint.peak_bytes) != (step_s, peak):
         with_it = f"{format_seconds(step_s)} and {format_bytes(peak)}"
-        return f"{constraint.text}: {with_it} with it, {' and '.join(without)} without"
+        return f"{constraint.text}: {with_it} with it, {' and '.join(without)} without{instead}"
     if constraint.step_s == step_s:
-        return f"{costs} nothing"
+        return f"{costs} nothing{instead}"
     return (
         f"{costs} {format_seconds(step_s - constraint.step_s)}"
         f" ({step_s / constraint.step_s - 1:+.1%}): {format_seconds(step_s)} and"
-        f" {format_bytes(peak)} with it, {' and '.join(without)} without"
+        f" {format_bytes(peak)} with it, {' and '.join(without)} without{instead}"
     )
 
 

@@ -74,8 +74,14 @@ def is_rule(name: str) -> bool:
     known = known_rules()
     if name in partial_rules() or name in known:
         return True
+    return any(_is_case(known[base], name[len(base) + 1 :]) for base in base_ids(name))
+
+
+@cache
+def base_ids(name: str) -> tuple[str, ...]:
+    """The ids of rules of which this may be the id of a case."""
     cuts = (place for place, letter in enumerate(name) if letter == "_")
-    return any(name[:at] in known and _is_case(known[name[:at]], name[at + 1 :]) for at in cuts)
+    return tuple(name[:at] for at in cuts if name[:at] in known_rules())
 
 
 def case_names(pattern: str) -> Iterator[str]:

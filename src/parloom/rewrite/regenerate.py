@@ -1,5 +1,7 @@
-"""Regenerate the rules: `python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..]
-[--out FILE] [--partial FILE]`.
+"""Regenerate the substitution rules, and print what is found; write them with --out and --partial.
+
+    python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..] [--out FILE]
+        [--partial FILE]
 
 Enumerates the programs of each family, leaves out renamings, proves every candidate twice, and
 picks the basis: rules that do not follow from those before them, over all families. Of families of
@@ -173,12 +175,29 @@ def entry(found: Rule) -> dict[str, Any]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--calls", type=int, help="at most so many calls on a side")
+    parser = argparse.ArgumentParser(
+        prog="python -m parloom.rewrite.regenerate",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog="All families take about 16 minutes.",
+    )
+    parser.add_argument(
+        "--calls",
+        type=int,
+        metavar="N",
+        help="at most so many calls on a side; otherwise two or three, by the family",
+    )
     names = [own.name for own in (*FAMILIES, *partial.FAMILIES)]
-    parser.add_argument("--family", action="append", choices=names)
-    parser.add_argument("--out", type=Path, help="write the basis as JSON")
-    parser.add_argument("--partial", type=Path, help="write rules of partly equal programs as JSON")
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"only this one; may be given several times; there are: {', '.join(names)}",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the basis as JSON")
+    parser.add_argument(
+        "--partial", type=Path, metavar="FILE", help="write rules of partly equal programs as JSON"
+    )
     args = parser.parse_args()
     asked = [own for own in FAMILIES if not args.family or own.name in args.family]
     if args.calls:

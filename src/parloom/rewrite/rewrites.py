@@ -17,13 +17,15 @@ from parloom.ir.graph import Graph
 from parloom.rewrite import folds, merge
 from parloom.rewrite.follows import follows_as_named, inexact, named_rules
 from parloom.rewrite.horizontal import fusion_names, fusions, is_fusion
-from parloom.rewrite.known import is_rule, known_rules, partial_rules
+from parloom.rewrite.known import base_ids, is_rule, known_rules, partial_rules
 from parloom.rewrite.pad import Padding, cut, padded, parse_padding
 from parloom.rewrite.stripes import Stripe, parse_stripe, striped
 from parloom.rewrite.take import Take, parse_take, with_takes
 
 PROOF = "both sides have equal normal forms for all shapes"
-"""How rules are proved."""
+"""How all rules are proved."""
+TWICE = "proved a second time by Z3 over typed axioms, and tested in numbers"
+"""What rules that come with parloom are beside that."""
 BLOCK = re.compile(r"block ([^ ]+)")
 
 
@@ -101,6 +103,24 @@ def _check(graph: Graph, takes: Sequence[Take]) -> None:
 def rule_names() -> list[str]:
     """The names of all rules by which values may be computed in another way, but of their cases."""
     return [*merge.RULES, *folds.NAMES, *known_rules(), *partial_rules(), *fusion_names()]
+
+
+def proof_words(rules: Sequence[str]) -> str:
+    """Which proofs these rules have: those of the files, and their cases, have two; what is made
+    for the calls of a model as it is needed (merges, fusions, folds) has one.
+    """
+    once = [name for name in rules if not is_rule(name)]
+    twice = [name for name in rules if name not in once]
+    if not twice:
+        return f"{PROOF}, found as the rewrite was made; there is no second proof"
+    words = f"{PROOF}; {TWICE}"
+    if once or any(map(_case_words, twice)):
+        words += f": {', '.join(f'{name}{_case_words(name)}' for name in twice)}"
+    return words + (f"; no second proof of {', '.join(once)}" if once else "")
+
+
+def _case_words(name: str) -> str:
+    return "".join(f" (as {base})" for base in base_ids(name)[:1])
 
 
 def is_rewrite(name: str) -> bool:

@@ -64,15 +64,18 @@ class Pinned:
         rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
         return tuple(pin for pin in rewrites if not pin.forbidden)
 
+    @property
+    def forbidden_rewrites(self) -> tuple[Pin, ...]:
+        """The pins that forbid rewrites."""
+        return tuple(pin for pin in self.pins if pin.kind is Kind.REWRITE and pin.forbidden)
+
     def allows_rewrite(self, rules: Collection[str]) -> bool:
         """Whether a value may be computed in another way by these rules."""
-        rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
-        return not any(pin.forbidden and pin.is_about(rules) for pin in rewrites)
+        return not any(pin.is_about(rules) for pin in self.forbidden_rewrites)
 
     def wants_rewrite(self, rules: Collection[str]) -> bool:
         """Whether values are to be computed in another way by one of these rules."""
-        rewrites = (pin for pin in self.pins if pin.kind is Kind.REWRITE)
-        return any(not pin.forbidden and pin.is_about(rules) for pin in rewrites)
+        return any(pin.is_about(rules) for pin in self.wanted_rewrites)
 
     def allows_stages(self, count: int) -> bool:
         """Whether plans may have so many stages."""

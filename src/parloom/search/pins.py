@@ -21,7 +21,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule
 from parloom.ir.plan import ParameterDecision
-from parloom.rewrite.known import case_names
+from parloom.rewrite.known import base_ids, case_names
 from parloom.rewrite.pad import PADS
 from parloom.rewrite.rewrites import is_rewrite, rule_names
 
@@ -136,8 +136,14 @@ class Pin:
         return (int(self.terms[0].where) == count) != self.forbidden
 
     def is_about(self, rules: Collection[str]) -> bool:
-        """Whether it names one of these rules."""
-        return any(fnmatchcase(rule, self.terms[0].where) for rule in rules)
+        """Whether it names one of these rules, or a rule that one of them is a case of."""
+        names = (name for rule in rules for name in (rule, *base_ids(rule)))
+        return any(fnmatchcase(name, self.terms[0].where) for name in names)
+
+    def covers(self, other: "Pin") -> bool:
+        """Whether it names all rules that a pin on rewrites names."""
+        own, given = self.terms[0].where, other.terms[0].where
+        return own in ("*", given) or (set(given).isdisjoint("*?[") and self.is_about((given,)))
 
     @property
     def policy(self) -> str:

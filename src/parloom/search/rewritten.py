@@ -14,8 +14,8 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.rewrite.take import Take
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.folding import program_of
-from parloom.search.pinned import resolve
-from parloom.search.pins import Pin
+from parloom.search.pinned import Pinned, resolve
+from parloom.search.pins import NO_REWRITE, Pin
 from parloom.search.request import Request
 from parloom.search.worthwhile import worthwhile
 
@@ -75,14 +75,14 @@ def as_pinned(request: Request) -> RewrittenRequest:
     """The request of the graph with the rewrites that pins ask for, wherever they apply; of several
     ways to compute a value the first. Other rewrites are left to other block kinds: of two ways to
     compute values of one function each is a way of that function as it is, not of what the other
-    makes of it. Raises `InputError` where one applies nowhere.
+    makes of it. Raises `InputError` where one applies nowhere, or another pin forbids it.
     """
     wanted = request.pinned.wanted_rewrites
     asked = [take for take in request.takes if any(pin.is_about(take.rules) for pin in wanted)]
     takes = made_together(request.graph, asked)
     for pin in wanted:
         if not any(pin.is_about(take.rules) for take in takes):
-            raise InputError(f"{pin.text}: {_nowhere(pin)}")
+            raise InputError(_nowhere(pin, request.pinned))
     found = RewrittenRequest(request, tuple(map(str, takes)))
     named = {take.function for take in takes}
     left = tuple(take for take in request.takes if take.function not in named)
@@ -90,10 +90,19 @@ def as_pinned(request: Request) -> RewrittenRequest:
     return found
 
 
-def _nowhere(pin: Pin) -> str:
+def _nowhere(pin: Pin, pinned: Pinned) -> str:
+    """Why no plan has a rewrite that a pin asks for."""
+    against = next((own for own in pinned.forbidden_rewrites if own.covers(pin)), None)
+    if against is not None:
+        flag = " (--no-rewrites)" if against.text.endswith(NO_REWRITE) else ""
+        return f"{pin.text} and {against.text}{flag} contradict each other; leave one out"
     if pin.is_about((PADS,)):
-        return "this search pads no vocabulary; --method megatron does, for tensor parallelism"
-    return "it applies nowhere in this model that pins leave free"
+        why = "this search pads no vocabulary; --method megatron does, for tensor parallelism"
+        return f"{pin.text}: {why}"
+    why = "it applies nowhere: no operators of this model have the form that it rewrites"
+    if pinned.operators:
+        why += ", but for those in blocks that other pins leave as they are"
+    return f"{pin.text}: {why}"
 
 
 def made_together(graph: Graph, takes: Iterable[Take]) -> list[Take]:
