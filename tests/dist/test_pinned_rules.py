@@ -118,7 +118,7 @@ def test_explain_says_what_took_the_place_of_a_name() -> None:
         assert explain(plan, name=name).document["replaced"] == []
     averages = api.search(captured(), cluster="1xcpu")
     for name, gone in (("head.weight", "head"), ("a.2", "a.2"), ("a.2:linear#0", "a.2")):
-        answer = explain(averages, name=name).document
-        (line,) = answer["replaced"]
+        document = explain(averages, name=name).document
+        (line,) = document["replaced"]
         assert line.startswith(f"the model's {gone}:linear#0 is computed in another way, by ")
-        assert answer["name"].startswith("head:" if ":" in name else name)
+        assert document["name"].startswith("head:" if ":" in name else name)

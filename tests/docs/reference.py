@@ -152,8 +152,8 @@ def decisions(folder: Path) -> str:
 def rules(known: Mapping[str, Known]) -> str:
     """A table of rules for each operator that ids begin with."""
     by_op: dict[str, list[Rule]] = {}
-    for own in known.values():
-        by_op.setdefault(_first_op(own.rule), []).append(own.rule)
+    for found in known.values():
+        by_op.setdefault(_first_op(found.rule), []).append(found.rule)
     lines: list[str] = []
     for op in sorted(by_op):
         lines += [f"### {op}", "", "| rule | says | of |", "|---|---|---|"]

@@ -203,7 +203,7 @@ def test_scaling_of_a_plan_is_of_its_model_cluster_and_method(
 
 def test_every_rule_can_be_looked_up() -> None:
     page = (DOCS / "reference" / "rules.md").read_text(encoding="utf-8")
-    for name, own in (known_rules() | partial_rules()).items():
+    for name, own in {**known_rules(), **partial_rules()}.items():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         assert " = " in row
         assert all(str(given) in row for given in own.rule.inputs)
