@@ -115,7 +115,7 @@ TO = (
     " model-explorer."
 )
 STRICT = "Exit 3, and write nothing, where a framework's settings cannot say all of the plan."
-RUN = "As python would take it; of a plan for inference REQUESTS [ANSWERS] [--weights FILES]."
+RUN = "As python would take it; of a plan for inference files of requests and of answers."
 SCRIPT = "As python would take it; default: train.py."
 TRACE = "Write the third step, as it ran and as it is simulated, for Perfetto."
 TIMEOUT = "End the run where a rank waits so long for another one; default: 600."
