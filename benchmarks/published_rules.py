@@ -8,7 +8,7 @@ kernels have fewer channels than its input is one in groups. Unity's rules, whic
 operators, are for `published_unity.py`.
 
 The basis are the rules of `--basis`, of relu in the place of gelu, and those that factors say of
-operators of matrices and of images (`rewrite/factor_rules.py`).
+operators of matrices and of images (`rewrite/generation/factor_rules.py`).
 """
 
 import argparse
@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parloom.rewrite.axioms import prove_by_axioms
-from parloom.rewrite.basis import follows
-from parloom.rewrite.factor_rules import joined_rules, operation
+from parloom.rewrite.generation.axioms import prove_by_axioms
+from parloom.rewrite.generation.basis import follows
+from parloom.rewrite.generation.factor_rules import joined_rules, operation
 from parloom.rewrite.rules import Rule, counterexample, prove, rule
 from parloom.rewrite.terms import Arg, Extent, Input, Name, Size, Term, calls_in
 
@@ -326,7 +326,7 @@ def main() -> int:
     """Print a line for each rule that is not proved, and counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rules", type=Path, required=True, help="published_rules.csv")
-    parser.add_argument("--basis", type=Path, help="what `parloom.rewrite.regenerate --out` wrote")
+    parser.add_argument("--basis", type=Path, help="what `regenerate --out` wrote")
     args = parser.parse_args()
     basis: list[Rule] = []
     if args.basis:

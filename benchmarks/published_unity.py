@@ -24,8 +24,8 @@ import numpy as np
 from published_rules import RELU, Tree, Unfit, derived, ops_of, parse
 from unity_values import value
 
-from parloom.rewrite.basis import basis
-from parloom.rewrite.factor_rules import (
+from parloom.rewrite.generation.basis import basis
+from parloom.rewrite.generation.factor_rules import (
     DEGREE,
     ONE,
     TWO,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parloom.rewrite.basis import says_more
+from parloom.rewrite.generation.basis import says_more
 from parloom.rewrite.rules import rule
 
 TENSORS = "x[b, k], y[b, k], w[n, k]"

@@ -150,7 +150,7 @@ def test_all_rules_are_proved_and_have_no_counterexample(layer: str) -> None:
     graphs.append(behind_map(LAYERS[layer], ""))
     found = [own for graph in graphs for own in folds(graph.main)]
     assert {own.id for own in found} == {NORM, SCALE, SHIFT}
-    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
+    axioms = pytest.importorskip("parloom.rewrite.generation.axioms", exc_type=ImportError)
     for own in found:
         assert prove(own) == ""
         assert axioms.prove_by_axioms(own) == ""
@@ -245,7 +245,7 @@ WRONG = {
 
 def test_a_right_rule_is_proved() -> None:
     own = rule("own", INPUTS, [LEFT], [RIGHT])
-    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
+    axioms = pytest.importorskip("parloom.rewrite.generation.axioms", exc_type=ImportError)
     assert prove(own) == axioms.prove_by_axioms(own) == ""
     assert not any(counterexample(own, seed) for seed in range(5))
 
@@ -255,7 +255,7 @@ def test_wrong_rules_are_refused_and_have_a_counterexample(name: str) -> None:
     old, new = WRONG[name]
     assert old in RIGHT
     own = rule("own", INPUTS, [LEFT], [RIGHT.replace(old, new)])
-    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
+    axioms = pytest.importorskip("parloom.rewrite.generation.axioms", exc_type=ImportError)
     assert prove(own)
     assert axioms.prove_by_axioms(own).startswith("Z3 says")
     assert any(counterexample(own, seed) for seed in range(5))

@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from parloom.rewrite.basis import basis, distinct, follows, renamed
 from parloom.rewrite.generate import Equal, Family, Generator, Operator, along, plain, splits, sums
+from parloom.rewrite.generation.basis import basis, distinct, follows, renamed
 from parloom.rewrite.rules import Rule, counterexample, prove, rule
 from parloom.rewrite.terms import Name, Term, calls_in
 

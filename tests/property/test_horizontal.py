@@ -11,7 +11,7 @@ from parloom.errors import InputError
 from parloom.ir.graph import Graph, Node
 from parloom.ir.text import parse_graph
 from parloom.ir.verify import verify_graph
-from parloom.rewrite.axioms import prove_by_axioms
+from parloom.rewrite.generation.axioms import prove_by_axioms
 from parloom.rewrite.horizontal import Along, Kind, fusions, is_fusion, joinable, name_of, refusal
 from parloom.rewrite.merge import refusal as merge_refusal
 from parloom.rewrite.merge import rule_of

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from parloom.errors import InputError
-from parloom.rewrite.basis import follows
-from parloom.rewrite.factor_rules import (
+from parloom.rewrite.generation.basis import follows
+from parloom.rewrite.generation.factor_rules import (
     DEGREE,
     candidates,
     exchanged,

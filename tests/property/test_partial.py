@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("z3")
 
 from parloom.ir.ops.algebra import Window
-from parloom.rewrite.basis import distinct
-from parloom.rewrite.halos import CASES, WHOLE, prove_by_halos
+from parloom.rewrite.generation.basis import distinct
+from parloom.rewrite.generation.halos import CASES, WHOLE, prove_by_halos
+from parloom.rewrite.generation.partial import FAMILIES, Partial
+from parloom.rewrite.generation.regenerate import corrected, document
 from parloom.rewrite.known import holds, partial_rules
 from parloom.rewrite.modular import PRIME, Ints
-from parloom.rewrite.partial import FAMILIES, Partial
-from parloom.rewrite.regenerate import corrected, document
 from parloom.rewrite.rules import Rule, counterexample, prove, rule
 from tests.unit.test_axioms import NUMBERS, READING
 

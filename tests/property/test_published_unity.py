@@ -8,7 +8,12 @@ from types import ModuleType
 
 import pytest
 
-from parloom.rewrite.factor_rules import exchanged, inverse_rules, operation, parallel_rules
+from parloom.rewrite.generation.factor_rules import (
+    exchanged,
+    inverse_rules,
+    operation,
+    parallel_rules,
+)
 from parloom.rewrite.rules import Rule
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("z3")
 
 from parloom.rewrite.families import FAMILIES
+from parloom.rewrite.generation.regenerate import document, entry, main, regenerate
 from parloom.rewrite.known import VERSION
-from parloom.rewrite.regenerate import document, entry, main, regenerate
 from parloom.rewrite.rules import Rule, counterexample, rule
 
 GOLDEN = Path(__file__).parent / "rules_of_two_calls.json"
@@ -61,7 +61,7 @@ def test_help_is_of_whole_sentences(
     with pytest.raises(SystemExit):
         main()
     usage, about, *_ = capsys.readouterr().out.split("\n\n")
-    assert usage.startswith("usage: python -m parloom.rewrite.regenerate [-h]")
+    assert usage.startswith("usage: python -m parloom.rewrite.generation.regenerate [-h]")
     assert about.endswith(".")
     assert about.count("[") == about.count("]")
 

@@ -142,7 +142,7 @@ def differs(found: Rule) -> bool:
 
 
 def by_axioms(found: Rule) -> str:
-    axioms = pytest.importorskip("parloom.rewrite.axioms", exc_type=ImportError)
+    axioms = pytest.importorskip("parloom.rewrite.generation.axioms", exc_type=ImportError)
     return str(axioms.prove_by_axioms(found))
 
 

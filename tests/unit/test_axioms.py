@@ -12,8 +12,14 @@ pytest.importorskip("z3")
 import z3
 
 from parloom.ir.ops.algebra import Window
-from parloom.rewrite.axioms import axioms, every_equation, of_shapes, parts, prove_by_axioms
-from parloom.rewrite.equations import DIMS, FUNCTIONS, VARIABLES
+from parloom.rewrite.generation.axioms import (
+    axioms,
+    every_equation,
+    of_shapes,
+    parts,
+    prove_by_axioms,
+)
+from parloom.rewrite.generation.equations import DIMS, FUNCTIONS, VARIABLES
 from parloom.rewrite.modular import PRIME, Ints, Numbers
 from parloom.rewrite.rules import prove, rule
 from parloom.rewrite.symbolic import NotExpressed

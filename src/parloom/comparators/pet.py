@@ -2,8 +2,8 @@
 rest (Wang et al., OSDI'21).
 
 The best-first search of `taso` with rules of such programs beside its own. They are generated,
-corrected and proved beforehand (`rewrite/partial.py`), where the paper does so for the subprograms
-of each model.
+corrected and proved beforehand (`rewrite/generation/partial.py`), where the paper does so for the
+subprograms of each model.
 """
 
 from parloom.comparators.taso import backtracking

@@ -40,7 +40,9 @@ logical_xor isclose where masked_fill fill lerp addcmul addcdiv complex polar pa
 clamp_min clamp_max polygamma mvlgamma threshold frexp softmax log_softmax squeeze
 """
 SEVERAL = frozenset(_SEVERAL.split())
-RESTORE = "install parloom again, or make it anew with python -m parloom.rewrite.regenerate"
+RESTORE = (
+    "install parloom again, or make it anew with python -m parloom.rewrite.generation.regenerate"
+)
 
 
 @dataclass(frozen=True, slots=True)

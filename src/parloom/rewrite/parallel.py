@@ -13,7 +13,8 @@ parallel tensor is its pieces one after the other: chunks, outermost first.
 
 Any other operator computes on the pieces of each device. That elementwise operators, `cat` and
 `split_with_sizes` do so follows from arrays: they count dims from the last. `parallel.linear` says
-where the devices of its operands meet (`rewrite/factor_rules.py` derives it from its factors).
+where the devices of its operands meet (`rewrite/generation/factor_rules.py` derives it from its
+factors).
 """
 
 from collections.abc import Mapping

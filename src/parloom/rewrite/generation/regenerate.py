@@ -1,6 +1,6 @@
 """Regenerate the substitution rules, and print what is found; write them with --out and --partial.
 
-    python -m parloom.rewrite.regenerate [--calls N] [--family NAME ..] [--out FILE]
+    python -m parloom.rewrite.generation.regenerate [--calls N] [--family NAME ..] [--out FILE]
         [--partial FILE]
 
 Enumerates the programs of each family, leaves out renamings, proves every candidate twice, and
@@ -21,14 +21,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from parloom.rewrite import partial
-from parloom.rewrite.axioms import prove_by_axioms
-from parloom.rewrite.basis import basis, distinct, says_more
 from parloom.rewrite.families import FAMILIES
 from parloom.rewrite.generate import Family, Generator
-from parloom.rewrite.halos import prove_by_halos
+from parloom.rewrite.generation import partial
+from parloom.rewrite.generation.axioms import prove_by_axioms
+from parloom.rewrite.generation.basis import basis, distinct, says_more
+from parloom.rewrite.generation.halos import prove_by_halos
+from parloom.rewrite.generation.partial import Partial
 from parloom.rewrite.known import VERSION
-from parloom.rewrite.partial import Partial
 from parloom.rewrite.rounding import NARROW, may_round
 from parloom.rewrite.rules import Rule, prove, rule, with_lead
 from parloom.rewrite.terms import calls_in
@@ -176,7 +176,7 @@ def entry(found: Rule) -> dict[str, Any]:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m parloom.rewrite.regenerate",
+        prog="python -m parloom.rewrite.generation.regenerate",
         description=__doc__.splitlines()[0] if __doc__ else None,
         epilog="All families take about 16 minutes.",
     )

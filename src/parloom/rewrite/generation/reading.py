@@ -15,7 +15,7 @@ import z3
 
 from parloom.errors import InputError
 from parloom.ir.ops.exact import number
-from parloom.rewrite.equations import DIMS, FUNCTIONS, T
+from parloom.rewrite.generation.equations import DIMS, FUNCTIONS, T
 from parloom.rewrite.shapes import ARGUMENTS, Dims, Shapes
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.terms import LEAD, Arg, Extent, Input, Name, Size, Term, evaluate, size_in

@@ -11,9 +11,9 @@ from typing import Any
 
 import z3
 
-from parloom.rewrite.axioms import RLIMIT
-from parloom.rewrite.equations import FUNCTIONS
-from parloom.rewrite.reading import NotReadError, Reading
+from parloom.rewrite.generation.axioms import RLIMIT
+from parloom.rewrite.generation.equations import FUNCTIONS
+from parloom.rewrite.generation.reading import NotReadError, Reading
 from parloom.rewrite.rules import Rule
 from parloom.rewrite.terms import LEAD, Arg, Name, Size, Term
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import z3
 
-from parloom.rewrite.equations import (
+from parloom.rewrite.generation.equations import (
     CONDITIONS,
     DIMS,
     EQUATIONS,
@@ -25,7 +25,7 @@ from parloom.rewrite.equations import (
     VARIABLES,
     T,
 )
-from parloom.rewrite.reading import NotReadError, Reading, extent
+from parloom.rewrite.generation.reading import NotReadError, Reading, extent
 from parloom.rewrite.rules import LEADS, Rule
 from parloom.rewrite.terms import LEAD, Input
 
