@@ -106,7 +106,7 @@ bmm(scale(q, a), b) == scale(q, bmm(a, b))
 bmm(a, scale(q, b)) == scale(q, bmm(a, b))
 bmm(a, cat(-1, b, c)) == cat(-1, bmm(a, b), bmm(a, c)) if dim(a, -3) == dim(b, -3)
 bmm(cat(-2, a, b), c) == cat(-2, bmm(a, c), bmm(b, c)) if dim(a, -3) == dim(c, -3)
-bmm(cat(-3, a, b), cat(-3, c, d)) == cat(-3, bmm(a, c), bmm(b, d)) if And(dim(a, -3) == dim(c, -3), dim(b, -3) == dim(d, -3))
+bmm(cat(-3, a, b), cat(-3, c, d)) == cat(-3, bmm(a, c), bmm(b, d)) if And(dim(a, -3) == dim(c, -3), dim(b, -3) == dim(d, -3), dim(a, -1) == dim(b, -1))
 bmm(cat(-1, a, b), cat(-2, c, d)) == add(bmm(a, c), bmm(b, d)) if And(dim(a, -1) == dim(c, -2), dim(a, -3) == dim(c, -3))
 t(bmm(a, b)) == bmm(t(b), t(a)) if dim(a, -3) == dim(b, -3)
 t(t(a)) == a
