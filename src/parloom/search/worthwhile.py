@@ -30,7 +30,7 @@ from parloom.search.request import Request
 
 # Calls of an e-graph at most beside those of the function, and rounds of rules: where operators
 # take as long whatever they compute, all rules may pay.
-CALLS, ROUNDS = 150, 15
+CALLS, ROUNDS = 300, 15
 # How many rewrites are made first where what pins ask for applies nowhere.
 FIRST = 100
 # The share of what a device computes that each new call must save: choices make planning longer.
