@@ -56,7 +56,8 @@ def backtracking(
             best_first(own.graph, function, costs.of, allowed, POPPED, more(function), larger)
         )
         first, last = (format_seconds(f.cost_ps / 1e12) for f in (found[0], found[-1]))
-        say(f"{name}: {function.name}: {len(found) - 1} times better, {first} to {last}")
+        improved = f"improved {len(found) - 1} times, {first} to {last} on one device"
+        say(f"{name}: {function.name}: {improved}")
         for best in reversed(found):
             chosen = takes_between(function, best.body, best.rules)
             if chosen is not None and proved(start.request, chosen):

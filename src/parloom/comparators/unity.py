@@ -84,7 +84,7 @@ class Joint:
             )  # fmt: skip
             found = list(search)
             first, last = (format_seconds(f.cost_ps / 1e12) for f in (found[0], found[-1]))
-            say(f"unity: {function.name}: {len(found) - 1} times better, {first} to {last}")
+            say(f"unity: {function.name}: improved {len(found) - 1} times, {first} to {last}")
             for best in reversed(found[1:]):
                 fired = tuple(dict.fromkeys((*rules, *best.rules)))
                 chosen = takes_between(function, best.body, fired)
@@ -195,7 +195,7 @@ class LeastSteps:
             plan, share = self._fitting(program, mesh, known, request)
             if plan is not None:
                 sizes = " x ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-                say(f"unity: mesh {sizes}: {share:.3g} of the cost is time")
+                say(f"unity: mesh {sizes}: {share:.0%} of the cost is time, the rest memory")
                 yield plan
 
     def _fitting(
