@@ -352,7 +352,6 @@ CHOSEN: Mapping[str, str] = {
     "towers": "linear_along_d0",
     "frozen": "fold_",
     "adapted": "linear_matmul",
-    "unread": "cat_split_with_sizes",
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from parloom.ir.graph import Function, Graph, Node
 from parloom.ir.verify import verify_graph
+from parloom.rewrite.follows import follows
 from parloom.rewrite.rewrites import derived, rewritten
 from parloom.rewrite.substitutions import (
     applied,
@@ -51,9 +52,12 @@ def test_each_computes_the_same(seed: int) -> None:
     for one in found:
         texts = tuple(map(str, one.takes))
         body = applied(graph, graph.main, one)
-        if body is not None:
+        if body is None:
+            continue
+        assert (computed(body)["loss"] == expected).all()
+        # Plans name no rule for what equals a value without any, as a sum of a value and itself.
+        if not any(follows(graph.main, take, ()) for take in one.takes):
             assert derived(graph, texts) == with_function(graph, body)
-            assert (computed(body)["loss"] == expected).all()
 
 
 def test_several_are_said_at_once() -> None:

@@ -215,7 +215,7 @@ def test_what_is_asked_for_reaches_the_search_and_its_cost_the_screen(
     assert cli.main([*arguments, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["constraints"][0] == {
-        "text": "--pin up=n:x", "without_step_s": 0.25, "without_peak_bytes": 2**20,
+        "text": "--pin up=n:x", "without_step_s": 0.25, "without_peak_bytes": 2**20, "instead": "",
     }  # fmt: skip
 
 
