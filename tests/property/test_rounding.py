@@ -249,3 +249,17 @@ def test_a_case_is_measured_with_its_own_number() -> None:
 def test_all_rules_of_the_file_say_what_is_measured() -> None:
     for own in Random(1).sample(list(known_rules().values()), 25):
         assert own.narrow == {d for d in NARROW if may_round(own.rule, d)}, own.rule.id
+
+
+@pytest.mark.parametrize("number", [2, 8])
+def test_products_as_one_are_no_less_exact(number: int) -> None:
+    """Merges are not measured where they are made: gradients of what they share are one sum."""
+    names = [f"w{at}" for at in range(number)]
+    inputs = ", ".join(["x[b, k]", *(f"{own}[n{at}, k]" for at, own in enumerate(names))])
+    apart = [f"linear(x, {own}, None)" for own in names]
+    joined = [f"parloom.linears(x, ({', '.join(names)}), None)[{at}]" for at in range(number)]
+    found = list(errors(rule("merged", inputs, apart, joined), "bfloat16"))
+    pairs = [pair for own in found for pair in zip(own.left, own.right, strict=True)]
+    assert all(one <= other * (1 + 1e-9) for other, one in pairs)
+    # In the other direction the difference would be seen.
+    assert any(other > one * 1.2 for other, one in pairs)
