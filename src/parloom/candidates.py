@@ -27,7 +27,6 @@ from parloom.comparators.taso import taso
 from parloom.comparators.tensat import tensat
 from parloom.comparators.tofu import tofu
 from parloom.comparators.unity import unity
-from parloom.cost.links import is_grid
 from parloom.cost.units import format_seconds
 from parloom.errors import (
     BudgetError,
@@ -48,7 +47,6 @@ from parloom.search.least_compute import least_work_ps
 from parloom.search.optimize import SAME
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.pipelines.mixed import across_parts
-from parloom.search.placing import faster_placed
 from parloom.search.quantized import faster_in_int8
 from parloom.search.request import AUTO, Request, Say, ScoredPlan, base_of
 from parloom.search.rewritten import as_pinned, forms_for, with_takes
@@ -299,22 +297,12 @@ def of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         proposals = [searched.smallest]
     for proposal in proposals:
         own = proposal.decisions
-        name = on_devices(request, _name(AUTO, own), own)
+        placed = "" if own.stages[0].mesh.is_nested else ", placed"
+        name = on_devices(request, _name(AUTO, own) + placed, own)
         found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
         yield found
         if len(own.stages) == 1:
             yield from _with_stripes(request, found)
-    for _, placed in faster_placed(request, _fitting(request, searched)):
-        own = placed.decisions
-        name = on_devices(request, f"{_name(AUTO, own)}, placed", own)
-        yield ScoredPlan(own, placed.prediction, AUTO, name)
-
-
-def _fitting(request: Request, searched: Searched) -> tuple[SimulatedPlan, ...]:
-    """The plans that are laid otherwise, too: those that fit, on a torus."""
-    if not is_grid(request.cluster):
-        return ()
-    return tuple(p for p in searched.proposals if p.peak_bytes <= request.limit_bytes)
 
 
 def _with_stripes(request: Request, plan: ScoredPlan) -> Iterator[ScoredPlan]:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from parloom import arguments
 from parloom.candidates import Candidates
+from parloom.cost.links import is_grid
 from parloom.cost.units import format_bytes, format_dollars, format_seconds
 from parloom.errors import InfeasibleError, InputError, LayoutError, StoppedError, VerifyError
 from parloom.execute.files import read_plan
 from parloom.ir.expected import Aim, Alternative, Constraint, Objective, Prediction, Status
+from parloom.ir.mesh import Cluster
 from parloom.ir.plan import MICROBATCH, Decisions, Plan
 from parloom.ir.verify import verify_decisions
 from parloom.objectives import proposed, rank, value_of
@@ -189,18 +191,21 @@ def best_of(request: Request, found: Candidates, say: Say) -> Choice:
         found.status,
         aim=aim_of(request, best, found.aim_bound),
     )
-    why = why_unbound(best.decisions)
+    why = why_unbound(best.decisions, cluster)
     if why and (choice.bound_s or found.aim_bound):
         notes, aim = (f"{best.name}: {why}", *notes), aim_of(request, best, None)
         return replace(choice, bound_s=None, solver_gap=None, notes=notes, aim=aim)
     return choice
 
 
-def why_unbound(decisions: Decisions) -> str | None:
-    """Why what a search proved is not of such a plan, if it is not."""
+def why_unbound(decisions: Decisions, cluster: Cluster) -> str | None:
+    """Why what a search proved is not of such a plan, if it is not; on a torus it is of all
+    placements.
+    """
     if changes_tensors(decisions.rewrites):
         return UNBOUND
-    return None if all(stage.mesh.is_nested for stage in decisions.stages) else PLACED
+    nested = all(stage.mesh.is_nested for stage in decisions.stages)
+    return None if nested or is_grid(cluster) else PLACED
 
 
 def aim_of(request: Request, plan: ScoredPlan, bound: float | None) -> Aim | None:

@@ -280,7 +280,8 @@ class _Search:
         """The plan of the best candidate, with its bound and what was refused."""
         captured, pair = self.captured, best.pair
         bound, notes = found.bound_s, found.notes
-        why = why_unbound(pair.found.decisions) or why_unbound(pair.prefill)
+        cluster = request.cluster
+        why = why_unbound(pair.found.decisions, cluster) or why_unbound(pair.prefill, cluster)
         if bound and why:
             bound, notes = None, (f"{best.name}: {why}", *notes)
         each = 1

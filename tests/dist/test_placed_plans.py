@@ -27,8 +27,10 @@ from parloom.ir.text import parse_graph
 from parloom.objectives import proposed as of_method
 from parloom.report.output import rendered
 from parloom.report.page.network import network_view
+from parloom.search.anywhere import Anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import Placed, place, with_mesh
+from parloom.search.placing import placed as laid_out
 from parloom.search.request import Request, Say
 from parloom.search.searched import Searched
 from tests.unit.pages import side_of
@@ -182,46 +184,67 @@ def test_ranks_are_looked_for_on_their_nodes() -> None:
     assert "ranks 8-15 to be on one node of 8" in mismatch(plan, mixed)
 
 
-def test_auto_proposes_it_and_its_bound_is_of_other_meshes(placed: tuple[Plan, Path]) -> None:
+def test_auto_proposes_it_and_its_bound_is_of_all_placements(placed: tuple[Plan, Path]) -> None:
+    """Only the fastest of plans on a mesh is placed, as it was searched: anywhere."""
     plan, _ = placed
     request = request_of(plan)
-    (stage,) = plan.decisions.stages
-    plain = replace(stage, mesh=replace(stage.mesh, order=()))
-    default = replace(plan.decisions, stages=(plain,))
-    searched = Searched((SimulatedPlan(default, request.predict(default)),), 1e6, 1e6)
-    first, second = of_search(request, searched)
-    assert (first.decisions, second.decisions) == (default, plan.decisions)
-    assert second.name == f"{first.name}, placed"
-    choice = best_of(request, Candidates((first, second), (), 1e-6, None), print)
-    assert choice.best is second
-    assert choice.bound_s is None
-    assert any(PLACED in note for note in choice.notes)
+    default = with_mesh(plan.decisions, Mesh(plan.decisions.mesh.axes))
+    anywhere = replace(request, machine=Anywhere(request.machine)).predict(default)
+    longer = replace(anywhere, step_s=2 * anywhere.step_s)
+    slow = replace(default, num_microbatches=1, parameters=())
+    proposals = SimulatedPlan(default, anywhere), SimulatedPlan(slow, longer)
+    searched = laid_out(request, Searched(proposals, 1e6, 1e6))
+    (proposed,) = searched.proposals
+    assert (proposed.decisions, proposed.prediction) == (plan.decisions, plan.prediction)
+    (found,) = of_search(request, searched)
+    assert found.name.endswith(", placed")
+    choice = best_of(request, Candidates((found,), (), 1e-6, None), print)
+    assert (choice.best, choice.bound_s) == (found, 1e-6)
     assert ORDERED in choice.notes
-    assert best_of(request, Candidates((first,), (), 1e-6, None), print).bound_s == 1e-6
 
 
-def test_no_bound_is_of_a_placed_plan_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `choose` drops it; the same plan where it lies by default keeps it."""
+def test_pipelines_are_left_where_no_placement_is_faster(placed: tuple[Plan, Path]) -> None:
+    """A plan of several stages is proposed as it is; behind it, nothing is simulated elsewhere."""
+    request = request_of(placed[0])
+    default = with_mesh(placed[0].decisions, Mesh(placed[0].decisions.mesh.axes))
+    found = replace(request, machine=Anywhere(request.machine)).predict(default)
+    two = replace(default, stages=default.stages * 2)
+    fast = SimulatedPlan(two, replace(found, step_s=found.step_s / 2))
+    proposed = laid_out(
+        request, Searched((fast, SimulatedPlan(default, found)), 1.0, 1.0)
+    ).proposals
+    assert [plan.decisions for plan in proposed] == [two, default]
+    assert proposed[1].prediction == request.predict(default)
+
+
+def test_a_bound_is_of_placed_plans_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `choose` has it on a torus; under a switch, where runs of prime axes are searched, a plan
+    that lies otherwise has none.
+    """
     captured = api.capture_inference("zoo:mlp", batch=64, progress=print)
     bounds, notes = [], []
-    for order in ((), (0, 2, 4, 6, 7, 5, 3, 1)):
+    around: tuple[int, ...] = (0, 2, 4, 6, 7, 5, 3, 1)
+    for cluster, order in ((SLICE, ()), (SLICE, around), ("2x4xH100", ()), ("2x4xH100", "turned")):
 
-        def one(request: Request, say: Say, order: tuple[int, ...] = order) -> Candidates:
+        def one(request: Request, say: Say, order: tuple[int, ...] | str = order) -> Candidates:
             found, *_ = of_method(request, say).found
             (stage,) = found.decisions.stages
-            moved = replace(stage, mesh=replace(stage.mesh, order=order))
-            own = replace(found, decisions=replace(found.decisions, stages=(moved,)))
-            return Candidates((own,), bound_s=1e-9)
+            mesh = replace(stage.mesh, order=() if isinstance(order, str) else order)
+            if order == "turned":
+                (axis,) = mesh.axes
+                mesh = Mesh((replace(axis, primes=axis.primes[::-1]),))
+            moved = replace(found, decisions=with_mesh(found.decisions, mesh))
+            return Candidates((moved,), bound_s=1e-9)
 
         monkeypatch.setattr(inference_plan, "proposed", one)
         plan = api.search_inference(
-            captured, cluster=SLICE, devices=8, method="data_parallel", progress=print
+            captured, cluster=cluster, devices=8, method="data_parallel", progress=print
         )
         assert plan.aim is not None
         bounds.append(plan.aim.bound)
         notes.append(any(PLACED in note for note in plan.notes))
-    assert bounds == [1e-9, None]
-    assert notes == [False, True]
+    assert bounds == [1e-9, 1e-9, 1e-9, None]
+    assert notes == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

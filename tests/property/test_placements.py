@@ -1,8 +1,10 @@
 """Placements, against all orders of the devices: no order is better than the best of them."""
 
 from collections.abc import Sequence
-from itertools import permutations, product
-from math import prod
+from dataclasses import replace
+from itertools import combinations, permutations, product
+from math import inf, prod
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 
 from parloom.comparators.baselines import megatron
 from parloom.cost.clusters import load_cluster
-from parloom.cost.embedding import embedded, groups_of, pattern_of
+from parloom.cost.embedding import PATTERNS, embedded, groups_of, pattern_of
 from parloom.cost.engine import Flow, Launch
 from parloom.cost.hardware import DataSheets
 from parloom.cost.kernels import Kernels
@@ -20,10 +22,13 @@ from parloom.cost.walk import Walker
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
 from parloom.search.contexts import SimulatedPlan
-from parloom.search.placements import Sent, placements, with_devices
+from parloom.search.meshes import logical_meshes
+from parloom.search.pipelines.auto import search_with_pipelines
+from parloom.search.placements import Sent, fastest_places, placements, with_devices
 from parloom.search.placing import on_mesh, patterns_of, place, sending_ps, with_mesh
-from parloom.search.request import Request
+from parloom.search.request import Request, base_of
 from parloom.search.ways_around import row_by_row, ways_through
+from tests.property.searched import every_layout, random_graph
 from tests.unit.explained import ADAM
 from tests.unit.graphs import perceptron
 
@@ -203,15 +208,48 @@ def seconds_of(
     return np.array(rows)
 
 
-def test_each_collective_is_priced_where_it_is_fastest() -> None:
+ANYWHERE = Kernels(CHIP, places=fastest_places)
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "halo_exchange")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_collective_is_priced_where_it_is_fastest(kind: str) -> None:
     plain = mesh_of(SLICE, (2, 4))
-    found = placements(plain, SLICE, reductions(plain))
     over: tuple[Axes, ...] = (("x",), ("y",), ("x", "y"))
-    asked = [("all_reduce", axes, 1e8) for axes in over]
+    sent = tuple(sorted((pattern_of(kind), axes) for axes in over))
+    found = placements(plain, SLICE, sent)
+    asked = [(kind, axes, num_bytes) for axes in over for num_bytes in (1e3, 1e8)]
     apart = seconds_of(SLICE, found, asked)
-    least = Walker({}, plain, SLICE, placements=found)
+    least = Walker({}, plain, SLICE, ANYWHERE)
     assert [least.exchange(*what).seconds for what in asked] == apart.min(axis=0).tolist()
     assert (apart.min(axis=0) < apart[0]).any()
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        torus((4, "line"), (4, "line")),
+        torus((8, "line"), (4, "ring")),
+        torus((2, "line"), (2, "line"), (4, "line")),
+        torus((4, "ring"), (4, "line"), (2, "line")),
+        torus((3, "line"), (6, "ring")),
+    ],
+)
+def test_no_placement_of_a_larger_slice_undercuts_these_prices(cluster: Cluster) -> None:
+    """Of axes alone and jointly. Negative control: of no mesh by default that would be true."""
+    rng = Random(0)
+    below = 0
+    for mesh in rng.sample(list(logical_meshes(cluster, 3)), 4):
+        over = [axes for n in (1, 2, 3) for axes in combinations(mesh.names, n)]
+        asked = [(kind, axes, size) for kind in KINDS for axes in over for size in (1e3, 1e6, 1e8)]
+        sent = {(pattern_of(kind), axes) for kind, axes, _ in rng.sample(asked, 5)}
+        every = placements(mesh, cluster, tuple(sorted(sent)))
+        some = seconds_of(cluster, rng.sample(every, min(12, len(every))), asked)
+        least = Walker({}, mesh, cluster, ANYWHERE)
+        prices = np.array([least.exchange(*what).seconds for what in asked])
+        assert (prices <= some * (1 + 1e-9)).all()
+        below += int((seconds_of(cluster, [mesh], asked) > some * (1 + 1e-6)).sum())
+    assert below > 0
 
 
 def test_the_fastest_placement_is_that_of_measured_times() -> None:
@@ -230,7 +268,9 @@ def test_the_fastest_placement_is_that_of_measured_times() -> None:
             return 2.0 - max(level for level, _ in group), 0.0, 0.0
 
     kernels = Kernels(CHIP, exchanges=Reverse())
-    least = Walker({}, plain, cluster, kernels, found).exchange("all_reduce", ("y",), 1e8)
+    least = Walker({}, plain, cluster, replace(kernels, places=fastest_places)).exchange(
+        "all_reduce", ("y",), 1e8
+    )
     each = [Walker({}, m, cluster, kernels).exchange("all_reduce", ("y",), 1e8) for m in found]
     assert plainly.argmin() != int(np.argmin([one.seconds for one in each]))
     assert least.seconds == min(one.seconds for one in each) == 1.0
@@ -297,6 +337,31 @@ def test_no_order_of_a_plan_has_a_shorter_step(batch: int) -> None:
     laid = place(request, begun)
     assert laid.plan.prediction.step_s == least_s
     assert laid.least_ps <= laid.plan.step_ps
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_a_search_finds_the_best_plan_in_the_best_order(seed: int) -> None:
+    """Every layout over one axis in all orders that are looked at, simulated: none is faster than
+    the answer or its bound. By default all are slower: the control.
+    """
+    link = Link(10e9, 1e-6)
+    levels = tuple(Level(f"l{i}", size, link, fabric="line") for i, size in enumerate((2, 4)))
+    cluster = Cluster("torus", CHIP, levels, "other")
+    graph = random_graph(Random(seed), 4, rows=(4096,), columns=(2048,))
+    request = Request(graph, DataSheets(cluster), ADAM, 2**40, 1)
+    mesh = mesh_of(cluster, (8,))
+    every = placements(mesh, cluster, tuple((name, ("x",)) for name in PATTERNS))
+    least: dict[Mesh, float] = dict.fromkeys(every, inf)
+    for _, pcg in every_layout(graph, mesh):
+        for laid in every:
+            moved = on_mesh(pcg, laid)
+            found = request.machine.predict(moved, moved.decisions, ADAM).step_s
+            least[laid] = min(least[laid], found)
+    best_s = min(least.values())
+    assert least[mesh] > best_s * 1.1
+    answer = search_with_pipelines(request, base_of(request), lambda _: None)
+    assert answer.proposals[0].prediction.step_s <= best_s * (1 + 1e-9)
+    assert answer.bound_ps <= best_s * 1e12
 
 
 def test_strides_alone_are_not_enough() -> None:

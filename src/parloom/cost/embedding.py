@@ -83,14 +83,9 @@ class Embedding:
         """All numbers that prices of collectives of these patterns grow with, in an order that is
         the same for equal `kind`.
         """
-        found: list[float] = []
-        for name in PATTERNS:
-            if name in patterns:
-                pattern: Pattern = getattr(self, name)
-                found += (*pattern.loads, pattern.hops)
-        for one in self.along if goes_along(patterns) else ():
-            found += (*one.ring, *one.pair, *one.every)
-        return tuple(found)
+        along = self.along if goes_along(patterns) else ()
+        some: list[Pattern] = [getattr(self, name) for name in PATTERNS if name in patterns]
+        return _amounts(some, along)
 
     def busiest(self, patterns: Collection[str]) -> float:
         """What the busiest links carry, added up over these patterns."""
@@ -99,7 +94,21 @@ class Embedding:
     @property
     def kind(self) -> tuple[tuple[int, int], ...]:
         """Which dimensions the groups are products of: only among equals are amounts compared."""
-        return tuple((one.level, one.size) for one in self.along)
+        return kind_of(self.along)
+
+
+def kind_of(along: Sequence[Along]) -> tuple[tuple[int, int], ...]:
+    """See `Embedding.kind`."""
+    return tuple((one.level, one.size) for one in along)
+
+
+def _amounts(patterns: Sequence[Pattern], along: Sequence[Along]) -> tuple[float, ...]:
+    found: list[float] = []
+    for pattern in patterns:
+        found += (*pattern.loads, pattern.hops)
+    for one in along:
+        found += (*one.ring, *one.pair, *one.every)
+    return tuple(found)
 
 
 def on_torus(mesh: Mesh, cluster: Cluster) -> bool:
@@ -173,7 +182,19 @@ def one_after_other(pattern: str, steps: Ints) -> Floats:
 def embedding_of(groups: Ints, cluster: Cluster) -> Embedding:
     """What groups [group, member] of devices of a torus put on its links."""
     ring, shift, row, pairs = (_pattern(name, groups, cluster) for name in PATTERNS)
-    return Embedding(groups.shape[1], ring, shift, row, pairs, tuple(_along(groups, cluster)))
+    return Embedding(groups.shape[1], ring, shift, row, pairs, along_of(groups, cluster))
+
+
+def amounts_of(
+    pattern: str, groups: Ints, along: tuple[Along, ...], cluster: Cluster
+) -> tuple[float, ...]:
+    """`Embedding.amounts` of one pattern, of groups that go `along` dimensions."""
+    return _amounts([_pattern(pattern, groups, cluster)], along)
+
+
+def along_of(groups: Ints, cluster: Cluster) -> tuple[Along, ...]:
+    """`Embedding.along`, which does not depend on the order of members."""
+    return tuple(_along(groups, cluster))
 
 
 def _pattern(name: str, groups: Ints, cluster: Cluster) -> Pattern:

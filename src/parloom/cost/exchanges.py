@@ -13,22 +13,23 @@ Asked = tuple[str, tuple[str, ...], float]
 class Exchanges:
     """Prices of collectives over axes of `mesh`; `sent` is all that was asked for.
 
-    Where `placements` of the mesh are given, each collective is priced where it is fastest.
+    Where kernels have `places`, each collective is priced where it is fastest.
     """
 
-    def __init__(
-        self, mesh: Mesh, cluster: Cluster, kernels: Kernels, placements: tuple[Mesh, ...] = ()
-    ) -> None:
-        self.cluster, self.kernels = cluster, kernels
-        self.meshes = placements or (mesh,)
-        self.sent: dict[Asked, None] = {}
+    def __init__(self, mesh: Mesh, cluster: Cluster, kernels: Kernels) -> None:
+        self.mesh, self.cluster, self.kernels = mesh, cluster, kernels
+        self.sent: dict[Asked, Exchange] = {}
         self._on_torus = on_torus(mesh, cluster)
 
     def price(self, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """One collective over the joint group of `axes`."""
-        self.sent[kind, axes, moved] = None
-        ways = (self._on(mesh, kind, axes, moved) for mesh in self.meshes)
-        return min(ways, key=lambda way: way.seconds)
+        found = self.sent.get((kind, axes, moved))
+        if found is None:
+            places = self.kernels.places
+            meshes = places(self.mesh, self.cluster, kind, axes) if places else (self.mesh,)
+            ways = (self._on(mesh, kind, axes, moved) for mesh in meshes)
+            found = self.sent[kind, axes, moved] = min(ways, key=lambda way: way.seconds)
+        return found
 
     def _on(self, mesh: Mesh, kind: str, axes: tuple[str, ...], moved: float) -> Exchange:
         """It where `mesh` lies: as measured, or else the fastest algorithm."""

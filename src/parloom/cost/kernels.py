@@ -13,7 +13,7 @@ A measured table overrides the formulas for the operators that it has.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import NormalDist
@@ -22,7 +22,7 @@ from typing import Protocol
 from parloom.cost.attention import SCORES, attention_kernel
 from parloom.cost.software import OWN, ROWS, Software
 from parloom.ir.graph import DTYPE_BYTES, Arg, TensorSpec
-from parloom.ir.mesh import Cluster, Device
+from parloom.ir.mesh import Cluster, Device, Mesh
 from parloom.ir.ops.joined import CONVS, LINEARS
 
 SPEC, MEASURED = "spec", "measured"
@@ -184,6 +184,12 @@ class MeasuredExchanges(Protocol):
         """
 
 
+Places = Callable[[Mesh, Cluster, str, tuple[str, ...]], tuple[Mesh, ...]]
+"""Ways that a mesh may lie in a cluster, among them the fastest one for a collective of a kind over
+some axes.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Prices operators on a device under a generation of software.
@@ -193,7 +199,8 @@ class Kernels:
     `scaling` of TENSOR, ROW or BLOCK. With `autocast` of 16-bit
     operands and results other operators work in 32 bits. Operators take `pace` times as long as on
     a device of mean speed (`slowest`). `types` has the kernels of a
-    mixed cluster's device types, by name.
+    mixed cluster's device types, by name. With `places` each collective is priced where it is
+    fastest, as if a mesh could lie otherwise for each.
     """
 
     device: Device
@@ -205,6 +212,7 @@ class Kernels:
     autocast: bool = False
     pace: float = 1.0
     types: tuple[tuple[str, "Kernels"], ...] = ()
+    places: Places | None = None
 
     def on(self, device: Device) -> "Kernels":
         """Those of a device type, where it has its own."""

@@ -27,7 +27,7 @@ from parloom.cost.tasks import (
     loads,
 )
 from parloom.cost.timeline import Memory, Piece, Played, Process, Span, Timeline
-from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer
 
@@ -52,10 +52,9 @@ def step_tasks(
     decisions: Decisions,
     optimizer: Optimizer | None = None,
     kernels: Kernels | None = None,
-    placements: tuple[Mesh, ...] = (),
 ) -> StepTasks:
     """The instructions of one step of a plan of one stage; see `priced`."""
-    found = priced(pcg, cluster, decisions, optimizer, kernels, placements)
+    found = priced(pcg, cluster, decisions, optimizer, kernels)
     return StageWriter(pcg, cluster, found).tasks()
 
 

@@ -7,7 +7,7 @@ from parloom.cost.liveness import Lives
 from parloom.cost.parameters import Parameters, Transfer
 from parloom.cost.walk import Walker
 from parloom.cost.works import Walked
-from parloom.ir.mesh import Cluster, Mesh
+from parloom.ir.mesh import Cluster
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.stages import ARRIVING
@@ -36,14 +36,12 @@ def priced(
     decisions: Decisions,
     optimizer: Optimizer | None = None,
     kernels: Kernels | None = None,
-    placements: tuple[Mesh, ...] = (),
 ) -> Priced:
-    """Price all works and transfers of `pcg`, which was lowered from `decisions`, on `cluster`;
-    collectives as on the best of `placements` for each, where there are some.
+    """Price all works and transfers of `pcg`, which was lowered from `decisions`, on `cluster`.
 
     `kernels` price operators; by default those of the cluster's device and parloom's own software.
     """
-    walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels, placements)
+    walker = Walker(pcg.by_name, pcg.mesh, cluster, kernels)
     entries = [(entry.kind, entry.value.name) for entry in pcg.graph.inputs]
     # What another stage made takes memory when it arrives.
     arriving = {e.value.name for e in pcg.graph.inputs if e.kind == ARRIVING}

@@ -61,12 +61,11 @@ class Walker:
         mesh: Mesh,
         cluster: Cluster,
         kernels: Kernels | None = None,
-        placements: tuple[Mesh, ...] = (),
     ) -> None:
         self.functions, self.mesh, self.cluster = functions, mesh, cluster
         self.kernels = (kernels or Kernels(cluster.device)).on(cluster.device)
         self._known: dict[str, Walked] = {}
-        self.exchanges = Exchanges(mesh, cluster, self.kernels, placements)
+        self.exchanges = Exchanges(mesh, cluster, self.kernels)
 
     @property
     def kernels_of_main(self) -> Kernels:

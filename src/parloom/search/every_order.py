@@ -6,6 +6,7 @@ dimensions.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import permutations, product
 
 import numpy as np
@@ -30,7 +31,7 @@ def every_order(
     """
     plain = Mesh(mesh.axes)
     orders = _orders(cluster)
-    table = _Table(cluster)
+    table = _table(cluster)
     columns: list[Floats] = []
     kinds: list[Ints] = [np.zeros(len(orders), dtype=np.int64)]
     for axes, patterns in sent.items():
@@ -49,6 +50,7 @@ def every_order(
             yield tuple(orders[row].tolist())
 
 
+@lru_cache(maxsize=8)
 def _orders(cluster: Cluster) -> Ints:
     """All permutations, but for those that are the mirror image of another: rank 0 is on one device
     of each set that mirrors of dimensions exchange.
@@ -108,6 +110,11 @@ class _Table:
         return [
             amount * total[:, self.level == level].max(axis=1) for level in range(self.num_levels)
         ]
+
+
+@lru_cache(maxsize=8)
+def _table(cluster: Cluster) -> _Table:
+    return _Table(cluster)
 
 
 def _along(groups: Ints, cluster: Cluster) -> tuple[Ints, Floats]:

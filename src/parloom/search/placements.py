@@ -15,7 +15,18 @@ from math import prod
 
 import numpy as np
 
-from parloom.cost.embedding import PATTERNS, embedding_of, on_torus
+from parloom.cost.embedding import (
+    PAIRS,
+    PATTERNS,
+    along_of,
+    amounts_of,
+    embedding_of,
+    goes_along,
+    groups_of,
+    kind_of,
+    on_torus,
+    pattern_of,
+)
 from parloom.cost.links import Ints
 from parloom.ir.mesh import Cluster, Mesh, MeshAxis, PrimeAxis
 from parloom.search.every_order import every_order, front
@@ -44,6 +55,67 @@ def placements(mesh: Mesh, cluster: Cluster, sent: Sent) -> tuple[Mesh, ...]:
     patterns = {axes: [name for name, over in sent if over == axes] for _, axes in sent}
     orders = every_order(mesh, patterns, cluster)
     return tuple(dict.fromkeys((mesh, *(with_devices(mesh, order, cluster) for order in orders))))
+
+
+def fastest_places(
+    mesh: Mesh, cluster: Cluster, kind: str, axes: tuple[str, ...]
+) -> tuple[Mesh, ...]:
+    """Ways that `mesh` may lie for one collective of a kind over `axes`, among them its fastest:
+    what `Kernels.places` asks for.
+    """
+    if any(axis.steps for axis in mesh.axes):
+        mesh = Mesh(tuple(axis for axis in mesh.axes if not axis.steps), mesh.order)
+    return _fastest_places(mesh, cluster, pattern_of(kind), axes)
+
+
+@lru_cache(maxsize=4096)
+def _fastest_places(
+    mesh: Mesh, cluster: Cluster, pattern: str, axes: tuple[str, ...]
+) -> tuple[Mesh, ...]:
+    if not on_torus(mesh, cluster) or mesh.size(axes) < 2:
+        return placements(mesh, cluster, ((pattern, axes),))
+    ranks = groups_of(Mesh(mesh.axes), axes)
+    found = [mesh]
+    for devices in _fastest_groups(mesh.size(axes), cluster, pattern):
+        order = np.empty(mesh.num_ranks, dtype=np.int64)
+        order[ranks] = devices
+        found.append(Mesh(mesh.axes, tuple(order.tolist())))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def _fastest_groups(size: int, cluster: Cluster, pattern: str) -> tuple[Ints, ...]:
+    """[group, member]: devices of groups of so many members, such that no others are as good for
+    collectives of `pattern`, and better in something that their prices grow with.
+
+    On larger tori these are on any of its prime axes, in the ways of one axis through them: those
+    that several axes go jointly were no better (`tests/property/test_placements.py`).
+    """
+    sides = (cluster.num_devices // size, size)
+    if cluster.num_devices <= FEW:
+        outer, inner = next(assignments(sides, cluster.prime_axes()))
+        plain = Mesh((MeshAxis("outer", outer), MeshAxis("inner", inner)))
+        members = groups_of(plain, ("inner",))
+        orders = every_order(plain, {("inner",): (pattern,)}, cluster)
+        return tuple(np.array(order)[members] for order in orders)
+    kinds: dict[object, list[tuple[tuple[float, ...], Ints]]] = {}
+    for others, own in assignments(sides, cluster.prime_axes()):
+        bases = _sums([[prime.stride * i for i in range(prime.size)] for prime in others])
+        every = [bases[:, None] + np.array(way) for way in _offsets(own, cluster)]
+        along = along_of(every[0], cluster) if goes_along((pattern,)) else ()
+        for devices in every[:1] if pattern == PAIRS else every:  # pairs are in no order
+            amounts = amounts_of(pattern, devices, along, cluster)
+            kinds.setdefault(kind_of(along), []).append((amounts, devices))
+    found: list[Ints] = []
+    for alike in kinds.values():
+        rows = front(np.array([amounts for amounts, _ in alike]))
+        found += (alike[row][1] for row in rows)
+    return tuple(found)
+
+
+def _sums(parts: Sequence[Sequence[int]]) -> Ints:
+    """All sums of one number of each part, in the order of a product."""
+    return np.array([sum(some) for some in product(*parts)], dtype=np.int64)
 
 
 def assignments(sizes: Sequence[int], primes: Primes) -> Iterator[tuple[Primes, ...]]:
@@ -125,8 +197,7 @@ def _best_ways(
     if not own:
         return ((0,),)
     others = [p for axis in chosen for p in axis if p not in own]
-    steps = ([p.stride * digit for digit in range(p.size)] for p in others)
-    bases = np.array([sum(digits) for digits in product(*steps)])
+    bases = _sums([[p.stride * digit for digit in range(p.size)] for p in others])
     ways = list(_offsets(own, cluster))
     lying = [embedding_of(bases[:, None] + np.array(way), cluster) for way in ways]
     best = sorted(front(np.array([one.amounts(patterns) for one in lying])))

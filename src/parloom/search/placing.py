@@ -1,13 +1,13 @@
 """Lays a plan where its step is shortest: the second phase of the search for a placement.
 
-Layouts do not depend on where a mesh lies, so the first phase looks at logical plans. Of one of
-these, each collective priced as where it is fastest gives a step that no placement is expected to
-undercut; where that is no better than the best plan so far, the plan is left as it is. Else
-placements are simulated, but for those of which another is faster in all that the plan sends.
+The first phase searches logical plans with each collective where it is fastest (`Anywhere`): the
+step of such a plan is one that no placement of it is expected to undercut, and where that is no
+better than the best plan so far, the plan lies by default. Else placements are simulated, but for
+those of which another is faster in all that the plan sends.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -21,16 +21,19 @@ from parloom.cost.simulate import Simulator, step_tasks
 from parloom.cost.step import priced
 from parloom.cost.tasks import OF_WEIGHTS, StepTasks, kind_of, loads
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Prediction, Status
 from parloom.ir.factors import factorize
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.rewrite.rewrites import rewritten
+from parloom.search.anywhere import Anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.every_order import front
 from parloom.search.placements import Sent, placements
 from parloom.search.request import Request
+from parloom.search.searched import Searched, rank
 
 # Logical plans that are looked at.
 LOGICAL = 6
@@ -68,7 +71,8 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
         seconds[row] = [there.exchange(*what).seconds for what in sent]
     rows = front(seconds)
     undominated = tuple(meshes[row] for row in rows)
-    tasks = step_tasks(pcg, cluster, decisions, own.optimizer, kernels, undominated)
+    anywhere = Anywhere(own.machine)
+    tasks = step_tasks(pcg, cluster, decisions, own.optimizer, anywhere.kernels)
     least_ps = float(Simulator().play(tasks).step_ps)
     order = np.argsort(sending_ps(tasks, sent, seconds[rows]), kind="stable")[:SIMULATED]
     best, simulated = plan, 0
@@ -81,7 +85,7 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
         found = own.machine.simulate(moved, moved.decisions, own.optimizer).prediction()
         simulated += 1
         if found.step_s < best.prediction.step_s:
-            best = SimulatedPlan(with_mesh(decisions, mesh), found)
+            best = replace(plan, decisions=with_mesh(decisions, mesh), prediction=found)
     return Placed(best, least_ps, len(meshes), simulated)
 
 
@@ -108,27 +112,46 @@ def sending_ps(tasks: StepTasks, sent: Sequence[Asked], seconds: Floats) -> Floa
     return total
 
 
-def faster_placed(
-    request: Request, plans: Sequence[SimulatedPlan]
-) -> Iterator[tuple[SimulatedPlan, SimulatedPlan]]:
-    """Plans of one stage, the fastest first, and the same where they are faster: of each size of
-    the axes and number of microbatches the fastest one, as far as any placement of it may be
-    faster than the best.
+def placed(request: Request, searched: Searched) -> Searched:
+    """What was searched `Anywhere`, as it lies: of each size of the axes and number of microbatches
+    the fastest plan, as far as any placement of it may be faster than the best; plans of several
+    stages as they are.
     """
-    best_ps = min((plan.step_ps for plan in plans), default=inf)
+    several = [plan for plan in searched.proposals if len(plan.decisions.stages) > 1]
+    one = [plan for plan in searched.proposals if len(plan.decisions.stages) == 1]
     looked: set[object] = set()
-    for plan in sorted(plans, key=lambda plan: plan.step_ps):
-        if len(plan.decisions.stages) > 1 or len(looked) >= LOGICAL:
-            continue
-        sizes = tuple(axis.size for axis in plan.decisions.mesh.axes)
-        kind = sizes, plan.decisions.num_microbatches
-        if kind in looked:
-            continue
-        looked.add(kind)
-        found = place(request, plan, best_ps).plan
-        if found is not plan:
-            best_ps = min(best_ps, found.step_ps)
-            yield plan, found
+    sizes: set[int] = set()
+    laid: list[SimulatedPlan] = []
+    best_ps = min((plan.step_ps for plan in several), default=inf)
+    status = searched.status
+    try:
+        for plan in sorted(one, key=lambda plan: plan.step_ps):
+            own = plan.decisions
+            kind = tuple(axis.size for axis in own.mesh.axes), own.num_microbatches
+            if kind not in looked and (len(looked) < LOGICAL or own.num_ranks not in sizes):
+                looked.add(kind)
+                sizes.add(own.num_ranks)
+                laid.append(as_placed(request, plan, best_ps))
+                best_ps = min(best_ps, laid[-1].step_ps)
+    except KeyboardInterrupt:
+        status = Status.INTERRUPTED
+    small = searched.smallest
+    return replace(
+        searched,
+        proposals=tuple(sorted((*several, *laid), key=rank)),
+        status=status,
+        smallest=small and replace(small, prediction=_by_default(request, small.decisions)),
+    )
+
+
+def as_placed(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> SimulatedPlan:
+    """A plan of one stage that was searched `Anywhere` where it is fastest; see `place`."""
+    there = replace(plan, prediction=_by_default(request, plan.decisions))
+    return place(request, there, best_ps).plan if plan.step_ps < best_ps else there
+
+
+def _by_default(request: Request, decisions: Decisions) -> Prediction:
+    return request.on(decisions.num_ranks).predict(decisions)
 
 
 def patterns_of(sent: Sequence[Asked]) -> Sent:

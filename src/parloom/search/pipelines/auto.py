@@ -15,12 +15,14 @@ from math import inf
 
 import numpy as np
 
+from parloom.cost.links import is_grid
 from parloom.errors import InputError
 from parloom.ir.expected import Status
 from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions
 from parloom.ir.stages import stage_items
 from parloom.rewrite.rewrites import takes_of
+from parloom.search.anywhere import Anywhere
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -31,6 +33,7 @@ from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
 from parloom.search.pipelines.split import Split
+from parloom.search.placing import as_placed, placed
 from parloom.search.prices import Known, Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
@@ -54,17 +57,24 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 
 
 def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Searched:
-    """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all."""
+    """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all. On a torus
+    plans of one stage are searched as if each collective were where it is fastest, and then placed.
+    """
     if not request.pinned.allows_stages(1):
         return pipelines_alone(request, base, say)
     answers: list[Searched] = []
+    lies = is_grid(request.cluster)
+    logical = replace(request, machine=Anywhere(request.machine)) if lies else request
 
     def pipelines(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
+        if best is not None and lies and len(best.decisions.stages) == 1:
+            best = as_placed(request, best)
         found = search_pipelines(replace(request, budget=budget), base, best, say)
         answers.extend(filter(None, [found]))
         return found
 
-    plain = search_with_blocks(request, base, say, pipelines)
+    plain = search_with_blocks(logical, base, say, pipelines)
+    plain = placed(request, plain) if lies else plain
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
     return reduce(Searched.beside, answers, plain)
