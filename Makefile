@@ -33,7 +33,7 @@ demo: $(STAMP)
 
 # Tests start many processes, some where nothing may be written: compiled once, not in each. A worker
 # that dies names its test; with another one in its place, pytest-xdist 3.8 waits for ever at the end.
-WORKERS := -n 2 --dist loadgroup --max-worker-restart 0
+WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/python -m compileall -q src

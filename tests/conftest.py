@@ -27,6 +27,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("parloom")
+LONGEST = "tests/web/"
 # A trace makes many values and few cycles, beside all that torch keeps: looks for cycles are rare.
 gc.set_threshold(10_000, 20, 50)
 
@@ -50,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """One worker runs all tests of a file, which share fixtures and caches."""
+    if item.get_closest_marker("xdist_group") is None:
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 def pytest_collection_finish() -> None:
     """What is there for good (modules, torch's tables, tests) is in no cycle that is looked for."""
     gc.collect()
@@ -57,7 +64,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests and cases beyond samples are left out, unless they are asked for."""
+    """Slow tests and cases beyond samples are left out, unless they are asked for. The longest files
+    come first: at the end both workers should have something to do.
+    """
+    items.sort(key=lambda item: LONGEST not in item.nodeid)
     asked = any(map(config.getoption, ("--whole", "--update-docs", "-m")))
     if not asked and not any("::" in own for own in config.args):
         chosen = set(kept([_described(item) for item in items]))
