@@ -71,7 +71,7 @@ def planned(captured: api.Captured, cluster: str, method: str, limit_s: int) -> 
         if here.poll(WALL * limit_s):
             found = pickle.loads(here.recv_bytes())
     except EOFError:
-        found = f"its process ended after {limit_s} CPU s or more"
+        found = f"its process was killed: after {limit_s} CPU s or more, or for want of memory"
     process.kill()
     process.join()
     return found if isinstance(found, dict) else {"error": str(found)}
