@@ -98,9 +98,14 @@ class Subject:
                 return trainer.step(self.batch).loss.item()
 
             return train
-        # Evaluation has the weights of a program that trains, which lie as this form reads them.
+        # Evaluation has the weights of a program that trains, which lie as this form reads them:
+        # those that it trains beside others.
         trained = compile_pcg(alone(self.trained), "trained").program
-        laid = replace(trained, adjacent=program.adjacent)
+        joined = {name for group in program.adjacent for name in group}
+        specs = (
+            replace(s, trainable=s.trainable and s.name not in joined) for s in trained.parameters
+        )
+        laid = replace(trained, adjacent=program.adjacent, parameters=tuple(specs))
         judge = self._trainer(laid, program, blocks)
 
         def forward() -> float:
