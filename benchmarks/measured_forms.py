@@ -98,8 +98,8 @@ class Subject:
                 return trainer.step(self.batch).loss.item()
 
             return train
-        # Evaluation has the weights of a program that trains, which lie as this form reads them:
-        # those that it trains beside others.
+        # Evaluation has the weights of a program that trains, which lie as this form reads them; of
+        # these none is trained.
         trained = compile_pcg(alone(self.trained), "trained").program
         joined = {name for group in program.adjacent for name in group}
         specs = (
