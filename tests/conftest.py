@@ -64,8 +64,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests and cases beyond samples are left out, unless they are asked for. The longest files
-    come first: at the end both workers should have something to do.
+    """Slow tests and cases beyond samples are left out, unless they are asked for. The longest
+    files come first: at the end both workers should have something to do.
     """
     items.sort(key=lambda item: LONGEST not in item.nodeid)
     asked = any(map(config.getoption, ("--whole", "--update-docs", "-m")))

@@ -224,8 +224,8 @@ def _constrained(request: Request, origin: Origin, found: Choice, memory: str, s
     if found.status is Status.INTERRUPTED:
         return replace(found, constraints=tuple(unpriced))
     if asked:
-        say(f"found {found.best.name}; what is asked for is priced by {len(asked)} more"
-            f" {'searches' if asked[1:] else 'search'}: Ctrl-C ends that and keeps the plan")  # fmt: skip
+        more = "another search" if len(asked) == 1 else f"{len(asked)} more searches"
+        say(f"found {found.best.name}; what was asked for is priced by {more}: Ctrl-C ends that")
     try:
         # The best of all is the best without a pin, if it holds the others.
         free = _best_of(request, [], found.best) if len(pins) > 1 else None

@@ -304,7 +304,9 @@ def test_ctrl_c_while_costs_are_found_keeps_the_plan(
     said: list[str] = []
     found = api.search(captured, cluster=CLUSTER, pin=PINS, progress=said.append)
     assert found.interrupted
-    assert any("is priced by 3 more searches: Ctrl-C ends that" in line for line in said)
+    assert any(
+        "was asked for is priced by 3 more searches: Ctrl-C ends that" in line for line in said
+    )
     assert found.decisions == pinned.decisions
     known = [c for c in pinned.constraints if c.text in priced]
     pins = [f"--pin {pin}" for pin in PINS]
