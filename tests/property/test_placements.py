@@ -21,12 +21,14 @@ from parloom.cost.tasks import OF_WEIGHTS, SHARES, Action, Placed, Segment, Step
 from parloom.cost.walk import Walker
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
+from parloom.search import placing
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.meshes import logical_meshes
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.placements import Sent, fastest_places, placements, with_devices
-from parloom.search.placing import on_mesh, patterns_of, place, sending_ps, with_mesh
+from parloom.search.placing import best_placed, on_mesh, patterns_of, place, sending_ps, with_mesh
 from parloom.search.request import Request, base_of
+from parloom.search.searched import Searched
 from parloom.search.ways_around import row_by_row, ways_through
 from tests.property.searched import every_layout, random_graph
 from tests.unit.explained import ADAM
@@ -362,6 +364,29 @@ def test_a_search_finds_the_best_plan_in_the_best_order(seed: int) -> None:
     answer = search_with_pipelines(request, base_of(request), lambda _: None)
     assert answer.proposals[0].prediction.step_s <= best_s * (1 + 1e-9)
     assert answer.bound_ps <= best_s * 1e12
+
+
+def test_default_meshes_are_searched_where_no_placement_suits_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan that is taken for much faster than it is where it lies does not hide one that is
+    faster: found at default prices, from the best plan on. Without that it is missed: the control.
+    """
+    cluster = torus((2, "line"), (4, "line"))
+    graph = random_graph(Random(2), 4, rows=(4096,), columns=(2048,))
+    request = Request(graph, DataSheets(cluster), ADAM, 2**40, 1)
+    base, said = base_of(request), list[str]()
+    best = search_with_pipelines(request, base, said.append).proposals[0]
+    slower = replace(best.decisions, nodes=())
+    wrong = SimulatedPlan(slower, replace(best.prediction, step_s=best.prediction.step_s / 2))
+    found = best_placed(request, Searched((wrong,), 1.0, 1.0), base, said.append)
+    assert any("searching default meshes, too" in line for line in said)
+    assert found.proposals[0].step_ps <= best.step_ps * (1 + 1e-9)
+    assert found.bound_ps == 1.0
+    assert found.proposals[-1].step_ps > best.step_ps * 1.05
+    monkeypatch.setattr(placing, "LOOSE", inf)
+    alone = best_placed(request, Searched((wrong,), 1.0, 1.0), base, said.append)
+    assert [plan.decisions.nodes for plan in alone.proposals] == [()]
 
 
 def test_strides_alone_are_not_enough() -> None:

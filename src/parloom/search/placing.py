@@ -31,14 +31,17 @@ from parloom.rewrite.rewrites import rewritten
 from parloom.search.anywhere import Anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.every_order import front
+from parloom.search.optimize import search
 from parloom.search.placements import Sent, placements
-from parloom.search.request import Request
+from parloom.search.request import Request, Say
 from parloom.search.searched import Searched, rank
 
 # Logical plans that are looked at.
 LOGICAL = 6
 # Placements of a plan that are simulated, those first that send fastest.
 SIMULATED = 24
+# The share by which the best plan may be slower where it lies than it was taken to be.
+LOOSE = 0.01
 # How near to the step that no placement undercuts is near enough.
 NEAR = 1e-4
 
@@ -110,6 +113,23 @@ def sending_ps(tasks: StepTasks, sent: Sequence[Asked], seconds: Floats) -> Floa
         if alike:
             total += ps * longer[:, alike].mean(axis=1)
     return total
+
+
+def best_placed(request: Request, found: Searched, base: Decisions, say: Say) -> Searched:
+    """What was searched as if a mesh lay where it is best for each collective, placed; where that
+    is slower by more than a little, with faster plans that are found at default prices.
+    """
+    laid = placed(request, found)
+    expected, best = (min(own.proposals, key=rank, default=None) for own in (found, laid))
+    ended = laid.status is not Status.COMPLETE
+    if ended or not expected or not best or best.step_ps <= expected.step_ps * (1 + LOOSE):
+        return laid
+    say("no placement has all collectives where they are fastest: searching default meshes, too")
+    left = replace(request, budget=laid.work_left)
+    more = placed(request, search(left, base, say, best))
+    status = laid.status if more.status is Status.COMPLETE else more.status
+    proposals = sorted((*laid.proposals, *more.proposals), key=rank)
+    return replace(laid, proposals=tuple(proposals), status=status, work_left=more.work_left)
 
 
 def placed(request: Request, searched: Searched) -> Searched:

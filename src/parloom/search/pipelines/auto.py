@@ -33,7 +33,7 @@ from parloom.search.pipelines.every import EverySplit, Layouts
 from parloom.search.pipelines.judge import Judge, JudgedSplit, Tried
 from parloom.search.pipelines.promising import FORMS, PromisingSplits, closed_ps
 from parloom.search.pipelines.split import Split
-from parloom.search.placing import as_placed, placed
+from parloom.search.placing import as_placed, best_placed
 from parloom.search.prices import Known, Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
@@ -74,7 +74,8 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
         return found
 
     plain = search_with_blocks(logical, base, say, pipelines)
-    plain = placed(request, plain) if lies else plain
+    if lies:
+        plain = best_placed(request, plain, base, say)
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
     return reduce(Searched.beside, answers, plain)
