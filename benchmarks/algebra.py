@@ -40,6 +40,7 @@ from algebra_tables import faults, tables
 from common import report
 
 from parloom import api, zoo
+from parloom.capture.batches import MOST_ELEMENTS
 from parloom.cost.clusters import resolve_cluster
 
 Captured = Callable[[], api.Captured]
@@ -53,7 +54,9 @@ EVERY = (*MODELS, *(f"{name}_artifact" for name in ARTIFACTS))
 
 
 def cases(models: Sequence[str], clusters: Sequence[str]) -> Iterator[Case]:
-    """Models of the zoo, each device with as many samples as the zoo gives a batch."""
+    """Models of the zoo, each device with as many samples as the zoo gives a batch, or half as many
+    while that is too large to be made.
+    """
     for cluster in clusters:
         devices = resolve_cluster(cluster).cluster.num_devices
         for name in models:
@@ -63,8 +66,11 @@ def cases(models: Sequence[str], clusters: Sequence[str]) -> Iterator[Case]:
 def _captured(name: str, devices: int) -> api.Captured:
     with torch.device("meta"):
         _, inputs = zoo.build(name)
-    batch = next(iter(inputs.values())).shape[0] * devices
-    return api.capture(f"zoo:{name}", batch=batch, optimizer="sgd")
+    samples = next(iter(inputs.values())).shape[0]
+    elements = sum(own.numel() for own in inputs.values()) // samples
+    while samples * devices * elements > MOST_ELEMENTS:
+        samples //= 2
+    return api.capture(f"zoo:{name}", batch=samples * devices, optimizer="sgd")
 
 
 def run(
