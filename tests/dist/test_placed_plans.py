@@ -27,7 +27,7 @@ from parloom.ir.text import parse_graph
 from parloom.objectives import proposed as of_method
 from parloom.report.output import rendered
 from parloom.report.page.network import network_view
-from parloom.search.anywhere import Anywhere
+from parloom.search.anywhere import anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import Placed, place, with_mesh
 from parloom.search.placing import placed as laid_out
@@ -189,10 +189,10 @@ def test_auto_proposes_it_and_its_bound_is_of_all_placements(placed: tuple[Plan,
     plan, _ = placed
     request = request_of(plan)
     default = with_mesh(plan.decisions, Mesh(plan.decisions.mesh.axes))
-    anywhere = replace(request, machine=Anywhere(request.machine)).predict(default)
-    longer = replace(anywhere, step_s=2 * anywhere.step_s)
+    fastest = replace(request, machine=anywhere(request.machine)).predict(default)
+    longer = replace(fastest, step_s=2 * fastest.step_s)
     slow = replace(default, num_microbatches=1, parameters=())
-    proposals = SimulatedPlan(default, anywhere), SimulatedPlan(slow, longer)
+    proposals = SimulatedPlan(default, fastest), SimulatedPlan(slow, longer)
     searched = laid_out(request, Searched(proposals, 1e6, 1e6))
     (proposed,) = searched.proposals
     assert (proposed.decisions, proposed.prediction) == (plan.decisions, plan.prediction)
@@ -207,7 +207,7 @@ def test_pipelines_are_left_where_no_placement_is_faster(placed: tuple[Plan, Pat
     """A plan of several stages is proposed as it is; behind it, nothing is simulated elsewhere."""
     request = request_of(placed[0])
     default = with_mesh(placed[0].decisions, Mesh(placed[0].decisions.mesh.axes))
-    found = replace(request, machine=Anywhere(request.machine)).predict(default)
+    found = replace(request, machine=anywhere(request.machine)).predict(default)
     two = replace(default, stages=default.stages * 2)
     fast = SimulatedPlan(two, replace(found, step_s=found.step_s / 2))
     proposed = laid_out(

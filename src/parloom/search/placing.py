@@ -1,6 +1,6 @@
 """Lays a plan where its step is shortest: the second phase of the search for a placement.
 
-The first phase searches logical plans with each collective where it is fastest (`Anywhere`): the
+The first phase searches logical plans with each collective where it is fastest (`anywhere`): the
 step of such a plan is one that no placement of it is expected to undercut, and where that is no
 better than the best plan so far, the plan lies by default. Else placements are simulated, but for
 those of which another is faster in all that the plan sends.
@@ -28,7 +28,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions
 from parloom.rewrite.rewrites import rewritten
-from parloom.search.anywhere import Anywhere
+from parloom.search.anywhere import anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.every_order import front
 from parloom.search.optimize import search
@@ -74,8 +74,8 @@ def place(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> Placed
         seconds[row] = [there.exchange(*what).seconds for what in sent]
     rows = front(seconds)
     undominated = tuple(meshes[row] for row in rows)
-    anywhere = Anywhere(own.machine)
-    tasks = step_tasks(pcg, cluster, decisions, own.optimizer, anywhere.kernels)
+    kernels = anywhere(own.machine).kernels
+    tasks = step_tasks(pcg, cluster, decisions, own.optimizer, kernels)
     least_ps = float(Simulator().play(tasks).step_ps)
     order = np.argsort(sending_ps(tasks, sent, seconds[rows]), kind="stable")[:SIMULATED]
     best, simulated = plan, 0
@@ -133,7 +133,7 @@ def best_placed(request: Request, found: Searched, base: Decisions, say: Say) ->
 
 
 def placed(request: Request, searched: Searched) -> Searched:
-    """What was searched `Anywhere`, as it lies: of each size of the axes and number of microbatches
+    """What was searched `anywhere`, as it lies: of each size of the axes and number of microbatches
     the fastest plan, as far as any placement of it may be faster than the best; plans of several
     stages as they are.
     """
@@ -165,7 +165,7 @@ def placed(request: Request, searched: Searched) -> Searched:
 
 
 def as_placed(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> SimulatedPlan:
-    """A plan of one stage that was searched `Anywhere` where it is fastest; see `place`."""
+    """A plan of one stage that was searched `anywhere` where it is fastest; see `place`."""
     there = replace(plan, prediction=_by_default(request, plan.decisions))
     return place(request, there, best_ps).plan if plan.step_ps < best_ps else there
 

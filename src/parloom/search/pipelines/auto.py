@@ -22,7 +22,7 @@ from parloom.ir.mesh import part_sizes
 from parloom.ir.plan import GLOBAL, Decisions
 from parloom.ir.stages import stage_items
 from parloom.rewrite.rewrites import takes_of
-from parloom.search.anywhere import Anywhere
+from parloom.search.anywhere import anywhere
 from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
@@ -64,7 +64,7 @@ def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Search
         return pipelines_alone(request, base, say)
     answers: list[Searched] = []
     lies = is_grid(request.cluster)
-    logical = replace(request, machine=Anywhere(request.machine)) if lies else request
+    logical = replace(request, machine=anywhere(request.machine)) if lies else request
 
     def pipelines(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
         if best is not None and lies and len(best.decisions.stages) == 1:
