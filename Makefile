@@ -31,9 +31,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 demo: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
-# Tests start many processes, some where nothing may be written: compiled once, not in each. A worker
-# that dies names its test; with another one in its place, pytest-xdist 3.8 waits for ever at the end.
-WORKERS := -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+# Tests start many processes, some where nothing may be written: compiled once, not in each. One worker
+# runs all tests of a file, which share fixtures and caches (by marks, as `loadgroup` does, pytest-xdist
+# 3.8 groups nothing under pytest 9.2). A worker that dies names its test; with another one in its place,
+# pytest-xdist waits for ever at the end.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP)
 	$(BIN)/python -m compileall -q src

@@ -51,12 +51,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """One worker runs all tests of a file, which share fixtures and caches."""
-    if item.get_closest_marker("xdist_group") is None:
-        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 def pytest_collection_finish() -> None:
     """What is there for good (modules, torch's tables, tests) is in no cycle that is looked for."""
     gc.collect()

@@ -28,8 +28,6 @@ from parloom.ir.verify import verify_pcg
 from tests.dist import lowered
 from tests.equality import TOLERANCE
 
-# One worker captures the models for both files of experts.
-pytestmark = pytest.mark.xdist_group("experts")
 torch.set_num_threads(1)
 
 SIZES = {

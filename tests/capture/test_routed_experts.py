@@ -45,8 +45,6 @@ from tests.capture.test_experts import built, mixtures, subject
 from tests.dist import lowered
 from tests.equality import TOLERANCE
 
-# One worker captures the models for both files of experts.
-pytestmark = pytest.mark.xdist_group("experts")
 torch.set_num_threads(1)
 
 WIDTH, INNER = 3, 4

@@ -36,9 +36,6 @@ from parloom.search.pipelines.judge import JudgedSplit
 from parloom.search.prices import Prices
 from parloom.search.request import Request, ScoredPlan, Wanted, base_of
 
-# One worker plans for all tests.
-pytestmark = pytest.mark.xdist_group("pipelines that auto proposes")
-
 # Four slow processors over a slow network: only stages keep what is sent small.
 CLUSTER = """
 name: slow

@@ -36,9 +36,6 @@ from parloom.zoo import gpt, mlp
 from tests.dist.staged import even
 from tests.unit.test_calibration import MADE
 
-# One worker plans for all tests.
-pytestmark = pytest.mark.xdist_group("plans for mixed clusters")
-
 CLUSTER = """
 name: two
 backend: gloo

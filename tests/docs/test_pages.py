@@ -21,8 +21,6 @@ PAGES = [
         and any(b.language in ("console", "python") for b in blocks_of((DOCS / name).read_text()))
     ),
 ]
-# One worker has the captured models of all pages.
-pytestmark = pytest.mark.xdist_group("pages")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,8 +20,6 @@ from tests.docs.page import DOCS, blocks_of
 PAGE = (DOCS / "reference/pins.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"`([^`=\n]+=[^`\n]+)`", PAGE.split("| `NAME=LAYOUT` |")[1].split("\n\n")[0])
 
-pytestmark = pytest.mark.xdist_group("pages")
-
 
 def check(graph: Graph, cluster: str, text: str) -> None:
     factored = factorize(graph)

@@ -4,16 +4,12 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.docs.commands import run
 from tests.docs.page import DOCS
 from tests.docs.test_terminal import FOLDER
 
 PROMISES = 9
 PAGE = DOCS / "explanation/promises.md"
-# One worker has the captured models of all pages.
-pytestmark = pytest.mark.xdist_group("pages")
 
 
 def rows() -> list[list[str]]:

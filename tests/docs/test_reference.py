@@ -21,8 +21,6 @@ from tests.docs.commands import run
 from tests.docs.page import DOCS
 from tests.workflows import SMALL
 
-pytestmark = pytest.mark.xdist_group("pages")
-
 SCHEMAS = DOCS / "reference" / "schemas"
 PLAN = "plan zoo:mlp --method fsdp --out"
 # Of each verb the commands that show its keys; the first of all make the plans.

@@ -16,8 +16,6 @@ FILES = ["lab.yaml", "train.py"]  # beside the commands
 ELSEWHERE = {"calibrate", "doctor"}  # they print what this machine is
 # Messages are lines that a terminal breaks where it likes, and a log keeps whole.
 SENTENCES = {"run", "verify"}
-# One worker has the captured models of all pages.
-pytestmark = pytest.mark.xdist_group("pages")
 
 
 def screens(columns: int) -> Path:

@@ -120,7 +120,6 @@ def on_two_axes() -> tuple[Graph, Mesh, list[Enumerated]]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.xdist_group("pins on two axes")
 @pytest.mark.parametrize("text", ["m0=n:y", "!m0=n:x", "w0=dim1:x"])
 def test_a_pinned_search_finds_what_enumeration_finds_on_two_axes(text: str) -> None:
     graph, mesh, plans = on_two_axes()

@@ -18,8 +18,6 @@ from tests.docs.test_terminal import FOLDER
 from tests.forked import forked
 from tests.scenes.told import told
 
-pytestmark = pytest.mark.xdist_group("pages")
-
 
 class Interrupting(io.StringIO):
     """A user who presses Ctrl-C as soon as progress says how good the best plan is."""

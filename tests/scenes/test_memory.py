@@ -15,8 +15,6 @@ from tests.docs.commands import run
 from tests.docs.test_terminal import FOLDER
 from tests.scenes.told import told
 
-pytestmark = pytest.mark.xdist_group("pages")
-
 
 @pytest.mark.slow
 def test_does_not_fit(reader: Path) -> None:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import parloom
 from tests.scenes.told import MODEL, told
 
-pytestmark = pytest.mark.xdist_group("pages")
 PARTS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 

@@ -15,7 +15,6 @@ from tests.scenes.told import MODEL, told
 from tests.unit.test_detect import H100, Use, use
 
 __all__ = ["use"]
-pytestmark = pytest.mark.xdist_group("pages")
 
 
 def test_detect(reader: Path, use: Use) -> None:
