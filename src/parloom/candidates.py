@@ -297,7 +297,8 @@ def of_search(request: Request, searched: Searched) -> Iterator[ScoredPlan]:
         proposals = [searched.smallest]
     for proposal in proposals:
         own = proposal.decisions
-        placed = "" if own.stages[0].mesh.is_nested else ", placed"
+        nested = all(stage.mesh.is_nested for stage in own.stages)
+        placed = "" if nested else ", placed"
         name = on_devices(request, _name(AUTO, own) + placed, own)
         found = ScoredPlan(proposal.decisions, proposal.prediction, AUTO, name)
         yield found

@@ -14,25 +14,31 @@ from parloom.candidates import Candidates, of_search
 from parloom.choose import ORDERED, PLACED, best_of
 from parloom.cost.clusters import load_cluster, presets, resolve_cluster
 from parloom.cost.hardware import DataSheets
+from parloom.cost.measured import Source
+from parloom.cost.stages import StagePlayer, simulate_stages
 from parloom.errors import InputError
 from parloom.execute.files import read_plan
 from parloom.execute.launch import run as launch_run
 from parloom.execute.startup import Place, mismatch
 from parloom.explain import explain
 from parloom.export.launch import job_of
+from parloom.ir.lower_stages import lower_stages, rank_devices
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Decisions, Plan, Stage
 from parloom.ir.plan_json import plan_hash
 from parloom.ir.text import parse_graph
 from parloom.objectives import proposed as of_method
+from parloom.report.case import PipelineCase
 from parloom.report.output import rendered
-from parloom.report.page.network import network_view
+from parloom.report.page.network import groups, network_view
+from parloom.search import placing
 from parloom.search.anywhere import anywhere
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.placing import Placed, place, with_mesh
 from parloom.search.placing import placed as laid_out
 from parloom.search.request import Request, Say
 from parloom.search.searched import Searched
+from tests.dist.staged import even
 from tests.unit.pages import side_of
 
 SLICE = "TPU-v5e:2x4"
@@ -203,18 +209,85 @@ def test_auto_proposes_it_and_its_bound_is_of_all_placements(placed: tuple[Plan,
     assert ORDERED in choice.notes
 
 
-def test_pipelines_are_left_where_no_placement_is_faster(placed: tuple[Plan, Path]) -> None:
-    """A plan of several stages is proposed as it is; behind it, nothing is simulated elsewhere."""
-    request = request_of(placed[0])
-    default = with_mesh(placed[0].decisions, Mesh(placed[0].decisions.mesh.axes))
-    found = replace(request, machine=anywhere(request.machine)).predict(default)
-    two = replace(default, stages=default.stages * 2)
-    fast = SimulatedPlan(two, replace(found, step_s=found.step_s / 2))
-    proposed = laid_out(
-        request, Searched((fast, SimulatedPlan(default, found)), 1.0, 1.0)
-    ).proposals
-    assert [plan.decisions for plan in proposed] == [two, default]
-    assert proposed[1].prediction == request.predict(default)
+def in_two_stages(cluster: str, part: str, order: tuple[int, ...]) -> Plan:
+    """Two stages on halves of a slice, of so many ranks of a part of it, in this order."""
+    plan, own = planned(cluster), planned(part)
+    graph, mesh = parse_graph(own.graph), replace(own.decisions.mesh, order=order)
+    count = mesh.num_ranks
+    halves = zip(even(graph, 2), (range(count), range(count, 2 * count)), strict=True)
+    stages = tuple(Stage(items, (devices,), mesh) for items, devices in halves)
+    decisions = replace(own.decisions, stages=stages, schedule="1f1b", num_microbatches=2)
+    prediction = request_of(plan).predict(decisions)
+    return replace(plan, decisions=decisions, prediction=prediction)
+
+
+@pytest.fixture(scope="module")
+def in_stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    plan = in_two_stages(SLICE, "TPU-v5e:2x2", (2, 0, 1, 3))
+    return plan, api.save(plan, tmp_path_factory.mktemp("stages"))["plan"]
+
+
+def test_stages_in_an_order_are_read_back_proved_and_exported(
+    in_stages: tuple[Plan, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, path = in_stages
+    assert read_plan(path).decisions == plan.decisions
+    assert cli.main(["verify", str(path)]) == 0
+    devices = [2, 0, 1, 3, 6, 4, 5, 7]
+    assert list(rank_devices(plan.decisions)) == devices
+    for to in ("ranks", "rankfile"):
+        assert cli.main(["export", str(path), "--to", to, "--out", str(tmp_path)]) == 0
+    heads, *rows = [line.split("\t") for line in (tmp_path / "ranks.tsv").read_text().splitlines()]
+    assert heads[:4] == ["rank", "node", "device", "stages"]
+    assert [int(row[2]) for row in rows] == devices
+    assert [row[3] for row in rows] == ["0"] * 4 + ["1"] * 4
+    lines = (tmp_path / "rankfile").read_text().splitlines()
+    assert lines == [f"rank {rank}=+n0 slot={device}" for rank, device in enumerate(devices)]
+    capsys.readouterr()
+    assert cli.main(["export", str(path), "--to", "jax", "--out", str(tmp_path)]) == 2
+    assert "stages, each with a mesh of its own" in capsys.readouterr().err
+    cluster, graph = load_cluster(plan.cluster), parse_graph(plan.graph)
+    lowered = lower_stages(graph, plan.decisions)
+    played = simulate_stages(lowered, cluster, plan.decisions, plan.optimizer)
+    player = StagePlayer(cluster, plan.optimizer)
+    case = PipelineCase(plan, cluster, played, Source("spec", 0.0), lowered, player)
+    assert [group.devices.tolist() for group in groups(case)] == [devices[:4], devices[4:]]
+
+
+def test_ranks_of_stages_are_looked_for_on_their_nodes() -> None:
+    """Of two stages on a slice of two hosts: each rank where its stage has it."""
+    plan = in_two_stages("TPU-v5e:4x4", SLICE, tuple(reversed(range(8))))
+    own, nodes = plan_hash(plan), [device // 8 for device in rank_devices(plan.decisions)]
+    right = [Place(rank, own, "1", "h", nodes[rank], 8) for rank in range(16)]
+    assert mismatch(plan, right) == ""
+    mixed = [Place(rank, own, "1", "h", rank % 2, 8) for rank in range(16)]
+    assert "ranks 0-7 to be on one node of 8" in mismatch(plan, mixed)
+
+
+def test_nothing_is_simulated_behind_a_plan_that_no_placement_undercuts(
+    placed: tuple[Plan, Path], in_stages: tuple[Plan, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A faster pipeline is laid, and a slower plan of one stage lies by default."""
+    plan, request = placed[0], request_of(placed[0])
+    default = with_mesh(plan.decisions, Mesh(plan.decisions.mesh.axes))
+    mesh = in_stages[0].decisions.stages[0].mesh
+    stages = with_mesh(in_stages[0].decisions, replace(mesh, order=()))
+    logical = replace(request, machine=anywhere(request.machine))
+    fast, slow = (SimulatedPlan(own, logical.predict(own)) for own in (stages, default))
+    slow = replace(slow, prediction=replace(slow.prediction, step_s=1.0))
+    asked: list[Decisions] = []
+
+    def counted(request: Request, own: SimulatedPlan, best_ps: float) -> Placed:
+        asked.append(own.decisions)
+        return place(request, own, best_ps)
+
+    monkeypatch.setattr(placing, "place", counted)
+    proposed = laid_out(request, Searched((slow, fast), 1.0, 1.0)).proposals
+    assert asked == [stages]
+    one, two = sorted(proposed, key=lambda own: len(own.decisions.stages))
+    assert (one.decisions, one.prediction) == (default, request.predict(default))
+    assert two.prediction == request.predict(two.decisions)
+    assert two.step_ps >= fast.step_ps
 
 
 def test_a_bound_is_of_placed_plans_of_inference(monkeypatch: pytest.MonkeyPatch) -> None:

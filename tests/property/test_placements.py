@@ -20,16 +20,28 @@ from parloom.cost.links import is_grid, loads, neighbor_bytes_per_s
 from parloom.cost.tasks import OF_WEIGHTS, SHARES, Action, Placed, Segment, StepTasks
 from parloom.cost.walk import Walker
 from parloom.ir.lower import lower
+from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
+from parloom.ir.plan import Stage
 from parloom.search import placing
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.meshes import logical_meshes
+from parloom.search.optimize import search
 from parloom.search.pipelines.auto import search_with_pipelines
 from parloom.search.placements import Sent, fastest_places, placements, with_devices
-from parloom.search.placing import best_placed, on_mesh, patterns_of, place, sending_ps, with_mesh
+from parloom.search.placing import (
+    best_placed,
+    on_mesh,
+    on_meshes,
+    patterns_of,
+    place,
+    sending_ps,
+    with_mesh,
+)
 from parloom.search.request import Request, base_of
 from parloom.search.searched import Searched
 from parloom.search.ways_around import row_by_row, ways_through
+from tests.dist.staged import even
 from tests.property.searched import every_layout, random_graph
 from tests.unit.explained import ADAM
 from tests.unit.graphs import perceptron
@@ -341,6 +353,35 @@ def test_no_order_of_a_plan_has_a_shorter_step(batch: int) -> None:
     assert laid.least_ps <= laid.plan.step_ps
 
 
+def test_no_order_of_stages_has_a_shorter_step() -> None:
+    """Two stages on six chips each, in all 720 orders, simulated, from the worst of them on."""
+    cluster = torus((2, "line"), (6, "line"))
+    graph = perceptron(6000)
+    request = Request(graph, DataSheets(cluster), ADAM, 2**40)
+    own = next(d for d in megatron(graph, request.on(6).cluster) if len(d.mesh.axes) == 2)
+    halves = zip(even(graph, 2), (range(6), range(6, 12)), strict=True)
+    stages = tuple(Stage(items, (devices,), own.mesh) for items, devices in halves)
+    plan = replace(own, stages=stages, schedule="1f1b", num_microbatches=2)
+    programs, every = lower_stages(graph, plan), {}
+    for order in permutations(range(6)):
+        there = with_mesh(plan, replace(own.mesh, order=order))
+        every[order] = request.predict_stages(on_meshes(programs, there), there)
+    worst = max(every, key=lambda order: every[order].step_s)
+    least_s = min(one.step_s for one in every.values())
+    assert every[worst].step_s > least_s * 1.01, "orders differ"
+    begun = SimulatedPlan(with_mesh(plan, replace(own.mesh, order=worst)), every[worst])
+    laid = place(request, begun)
+    assert laid.plan.prediction.step_s == least_s
+    assert laid.least_ps <= laid.plan.step_ps
+    assert laid.plan.prediction == request.predict(laid.plan.decisions)
+    # Stages on meshes of their own are laid one after the other.
+    first, second = with_mesh(plan, replace(own.mesh, order=worst)).stages
+    other = replace(second, mesh=replace(own.mesh, order=worst[::-1]))
+    apart = replace(plan, stages=(first, other))
+    laid = place(request, SimulatedPlan(apart, request.predict(apart)))
+    assert laid.plan.prediction.step_s == least_s
+
+
 @pytest.mark.parametrize("seed", [2, 4])
 def test_a_search_finds_the_best_plan_in_the_best_order(seed: int) -> None:
     """Every layout over one axis in all orders that are looked at, simulated: none is faster than
@@ -379,13 +420,17 @@ def test_default_meshes_are_searched_where_no_placement_suits_all(
     best = search_with_pipelines(request, base, said.append).proposals[0]
     slower = replace(best.decisions, nodes=())
     wrong = SimulatedPlan(slower, replace(best.prediction, step_s=best.prediction.step_s / 2))
-    found = best_placed(request, Searched((wrong,), 1.0, 1.0), base, said.append)
+
+    def again(request: Request, best: SimulatedPlan) -> Searched:
+        return search(request, base, said.append, best)
+
+    found = best_placed(request, Searched((wrong,), 1.0, 1.0), again, said.append)
     assert any("searching default meshes, too" in line for line in said)
     assert found.proposals[0].step_ps <= best.step_ps * (1 + 1e-9)
     assert found.bound_ps == 1.0
     assert found.proposals[-1].step_ps > best.step_ps * 1.05
     monkeypatch.setattr(placing, "LOOSE", inf)
-    alone = best_placed(request, Searched((wrong,), 1.0, 1.0), base, said.append)
+    alone = best_placed(request, Searched((wrong,), 1.0, 1.0), again, said.append)
     assert [plan.decisions.nodes for plan in alone.proposals] == [()]
 
 

@@ -1,6 +1,7 @@
 """Stages of comparators: the dynamic program against all splits, and stages of the models."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, product
 
 import numpy as np
@@ -14,7 +15,7 @@ from parloom.cost.clusters import load_cluster
 from parloom.errors import InputError, LayoutError, VerifyError
 from parloom.ir.action_lists import check_lists, parse_action
 from parloom.ir.graph import Graph
-from parloom.ir.lower_stages import group_lists, lower_stages
+from parloom.ir.lower_stages import group_lists, lower_stages, rank_devices
 from parloom.ir.mesh import Cluster, Mesh, grid
 from parloom.ir.pcg import TIME
 from parloom.ir.plan import Decisions, ModelSource, Optimizer, Plan, Stage
@@ -26,6 +27,7 @@ from parloom.ir.verify import verify_decisions
 from parloom.search.pipelines.costs import ItemCosts, Sent
 from parloom.search.pipelines.split import Split, closed_forms
 from tests.dist import lowered, staged
+from tests.dist.staged import even
 
 times = st.lists(st.integers(1, 50), min_size=1, max_size=5)
 others = st.lists(st.integers(0, 20), min_size=5, max_size=5)
@@ -157,6 +159,26 @@ def test_ranks_of_a_group_have_the_same_list() -> None:
     plan = Decisions(stages, num_microbatches=2, schedule="interleaved_1f1b")
     assert [group for group, _ in group_lists(plan)] == [(0, 2), (1, 3)]
     verify_decisions(graph, plan)
+
+
+def test_stages_of_a_group_lie_alike() -> None:
+    """A rank of two stages is one process, on one device."""
+    graph, mesh = gpt(), grid({"x": 2})
+    swapped = replace(mesh, order=(1, 0))
+    groups = range(2), range(2, 4)
+    stages = tuple(
+        Stage(own, (groups[i % 2],), swapped if i % 2 else mesh)
+        for i, own in enumerate(even(graph, 4))
+    )
+    plan = Decisions(stages, num_microbatches=2, schedule="interleaved_1f1b")
+    verify_decisions(graph, plan)
+    assert rank_devices(plan) == (0, 1, 3, 2)
+    other = replace(plan, stages=(*stages[:3], replace(stages[3], mesh=mesh)))
+    with pytest.raises(VerifyError, match="share devices 2 to 3 and lie on them otherwise"):
+        verify_decisions(graph, other)
+    beside = replace(plan, stages=(*stages[:3], replace(stages[3], devices=(range(1, 3),))))
+    with pytest.raises(VerifyError, match="share device 1 and not all of theirs"):
+        verify_decisions(graph, beside)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from parloom.cost.clusters import load_cluster, short_name
 from parloom.errors import InputError, LaunchError
+from parloom.ir.lower_stages import rank_devices
 from parloom.ir.plan import DEVICES, Plan
 from parloom.ir.plan_json import numbers_text, plan_hash
 
@@ -126,13 +127,14 @@ def mismatch(plan: Plan, places: Sequence[Place]) -> str:
     size = devices_of_a_node(plan)
     if len(nodes) == 1 or size is None:
         return ""
-    order = plan.decisions.stages[0].mesh.order if len(plan.decisions.stages) == 1 else ()
-    by_device = sorted(places, key=lambda p: order[p.rank] if order else p.rank)
+    ordered = any(stage.mesh.order for stage in plan.decisions.stages)
+    devices = rank_devices(plan.decisions)
+    by_device = sorted(places, key=lambda p: devices[p.rank])
     for start in range(0, len(places), size):
         own = by_device[start : start + size]
         if len({place.node for place in own}) > 1 or own[0].on_node != len(own):
             ranks = f"{start} to {start + len(own) - 1}"
-            if order:
+            if ordered:
                 ranks = numbers_text(sorted(place.rank for place in own))
             return (
                 f"the plan takes ranks {ranks} to be on one node of"

@@ -4,6 +4,7 @@ Devices are numbered as the topology nests, the fastest links first; of a torus 
 along its shortest side first. A launcher that places ranks in this order has the plan's links.
 """
 
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 
@@ -12,8 +13,9 @@ from parloom.cost.links import GRID
 from parloom.errors import InputError
 from parloom.execute.startup import devices_of_a_node
 from parloom.export.rendered import rendered
+from parloom.ir.lower_stages import rank_devices, stage_groups, stage_ranks
 from parloom.ir.mesh import Mesh
-from parloom.ir.plan import Plan
+from parloom.ir.plan import Decisions, Plan
 from parloom.ir.regular_parts import used_cluster
 
 TARGETS = MappingProxyType({"ranks": "ranks.tsv", "rankfile": "rankfile", "jax": "jax_mesh.py"})
@@ -21,16 +23,17 @@ TARGETS = MappingProxyType({"ranks": "ranks.tsv", "rankfile": "rankfile", "jax":
 
 
 def order_file(target: str, plan: Plan) -> tuple[str, str]:
-    """The name and the text of a file. Raises `InputError` for a pipeline, whose stages have
-    meshes of their own, and where nodes would be unequal.
+    """The name and the text of a file. Raises `InputError` where nodes would be unequal, and of a
+    pipeline for JAX, which has one mesh.
     """
-    if len(plan.decisions.stages) > 1:
-        raise InputError(f"--to {target}: the plan has stages, each with a mesh of its own")
-    mesh, size = plan.decisions.mesh, devices_of_a_node(plan)
+    decisions, size = plan.decisions, devices_of_a_node(plan)
     if size is None:
         raise InputError(f"--to {target}: nodes are of several kinds")
     name = TARGETS[target]
     if target == "jax":
+        if len(decisions.stages) > 1:
+            raise InputError(f"--to {target}: the plan has stages, each with a mesh of its own")
+        mesh = decisions.mesh
         levels = used_cluster(load_cluster(plan.cluster), plan.decisions).levels
         # A network that joins slices is above all of their sides.
         sides = [level.size for level in levels if level.size > 1 and level.fabric in GRID]
@@ -42,15 +45,30 @@ def order_file(target: str, plan: Plan) -> tuple[str, str]:
             sides=sides,
             slices=mesh.num_ranks // prod(sides) if sides else 1,
         )
-    rows = [
-        (rank, device // size, device % size, tuple(mesh.coordinates(rank).values()))
-        for rank, device in enumerate(mesh.devices)
-    ]
+    where = [divmod(device, size) for device in rank_devices(decisions)]
     if target == "rankfile":
-        return name, "".join(f"rank {rank}=+n{node} slot={slot}\n" for rank, node, slot, _ in rows)
-    heads = ("rank", "node", "device", *mesh.names)
-    lines = [heads, *((*map(str, row[:3]), *map(str, row[3])) for row in rows)]
-    return name, "".join("\t".join(line) + "\n" for line in lines)
+        lines = (f"rank {rank}=+n{node} slot={slot}\n" for rank, (node, slot) in enumerate(where))
+        return name, "".join(lines)
+    found = _coordinates(decisions)
+    heads = list(dict.fromkeys(chain.from_iterable(found)))
+    rows = (
+        (rank, *at, *(own.get(head, "") for head in heads))
+        for rank, (at, own) in enumerate(zip(where, found, strict=True))
+    )
+    table = (("rank", "node", "device", *heads), *rows)
+    return name, "".join("\t".join(map(str, row)) + "\n" for row in table)
+
+
+def _coordinates(decisions: Decisions) -> list[dict[str, object]]:
+    """Of each rank the stages that it runs, where there are several, and its place on the mesh."""
+    found: list[dict[str, object]] = [{} for _ in range(decisions.num_ranks)]
+    ranks, several = stage_ranks(decisions), len(decisions.stages) > 1
+    for stages in stage_groups(decisions):
+        about = {"stages": ",".join(map(str, stages))} if several else {}
+        mesh = decisions.stages[stages[0]].mesh
+        for place, rank in enumerate(ranks[stages[0]]):
+            found[rank] = {**about, **mesh.coordinates(place)}
+    return found
 
 
 def device_array(mesh: Mesh) -> list[int]:

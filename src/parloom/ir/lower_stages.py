@@ -217,6 +217,15 @@ def stage_ranks(decisions: Decisions) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(rank_of[d] for d in own) for own in devices)
 
 
+def rank_devices(decisions: Decisions) -> tuple[int, ...]:
+    """The device of every rank."""
+    found: dict[int, int] = {}
+    for stage, ranks in zip(decisions.stages, stage_ranks(decisions), strict=True):
+        own = [d for part in stage.devices for d in part]
+        found.update((rank, own[at]) for rank, at in zip(ranks, stage.mesh.devices, strict=True))
+    return tuple(found[rank] for rank in sorted(found))
+
+
 def action_lists(decisions: Decisions, ranks: Sequence[Sequence[int]]) -> tuple[ActionList, ...]:
     """The action list of every rank; see `group_lists`."""
     by_stage = {stages[0]: own for stages, own in group_lists(decisions)}

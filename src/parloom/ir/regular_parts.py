@@ -149,7 +149,7 @@ def crossed(stages: Sequence[Sequence[int]], cluster: Cluster) -> int:
 
 
 def devices_of(stage: Stage) -> list[int]:
-    """The devices of a stage, in the order of its mesh."""
+    """The devices of a stage, in ascending order."""
     return [device for some in stage.devices for device in some]
 
 

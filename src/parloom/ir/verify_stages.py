@@ -60,6 +60,8 @@ def _stages(planned: Planned) -> Problems:
         both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
         if both and one.devices != other.devices:
             yield f"two stages share device {min(both)} and not all of theirs"
+        elif both and tuple(one.mesh.devices) != tuple(other.mesh.devices):
+            yield f"two stages share devices {min(both)} to {max(both)} and lie on them otherwise"
 
 
 def _shares(decisions: Decisions) -> Problems:

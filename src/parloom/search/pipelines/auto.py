@@ -7,9 +7,9 @@ first ones are simulated, and boundaries of the best are moved.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, islice
 from math import inf
 
@@ -27,6 +27,7 @@ from parloom.search.blocks import search_with_blocks
 from parloom.search.conflicts import broken
 from parloom.search.contexts import Contexts, SimulatedPlan
 from parloom.search.least_compute import least_on_one_device, least_way_ps, least_work_ps
+from parloom.search.optimize import search
 from parloom.search.pipelines.costs import ItemCosts
 from parloom.search.pipelines.cuts import MOST_DEVICES, MOST_SPLITS
 from parloom.search.pipelines.every import EverySplit, Layouts
@@ -37,7 +38,7 @@ from parloom.search.placing import as_placed, best_placed
 from parloom.search.prices import Known, Prices
 from parloom.search.request import Request, Say, Wanted
 from parloom.search.rewritten import RewrittenRequest, forms_for
-from parloom.search.searched import Searched
+from parloom.search.searched import Searched, rank
 from parloom.search.work import OutOfWorkError, Work
 
 # Splits that are simulated, of each placement, and moves of boundaries around the best of them.
@@ -58,27 +59,43 @@ APART = "pipelines are not searched for microbatches that are computed by themse
 
 def search_with_pipelines(request: Request, base: Decisions, say: Say) -> Searched:
     """Plans of one stage, with modules as blocks, too, and pipelines; bounds are of all. On a torus
-    plans of one stage are searched as if each collective were where it is fastest, and then placed.
+    plans are searched as if each collective were where it is fastest, and then placed.
     """
+    if not is_grid(request.cluster):
+        return _search(request, base, say, lambda best: best)
+    logical = replace(request, machine=anywhere(request.machine))
+    found = _search(logical, base, say, partial(as_placed, request))
+    return best_placed(request, found, partial(_faster, base, say), say)
+
+
+def _search(
+    request: Request, base: Decisions, say: Say, lies: Callable[[SimulatedPlan], SimulatedPlan]
+) -> Searched:
+    """Plans of all kinds; pipelines are faster than the best plan of one stage as it `lies`."""
     if not request.pinned.allows_stages(1):
         return pipelines_alone(request, base, say)
     answers: list[Searched] = []
-    lies = is_grid(request.cluster)
-    logical = replace(request, machine=anywhere(request.machine)) if lies else request
 
     def pipelines(best: SimulatedPlan | None, budget: int | None) -> Searched | None:
-        if best is not None and lies and len(best.decisions.stages) == 1:
-            best = as_placed(request, best)
-        found = search_pipelines(replace(request, budget=budget), base, best, say)
+        laid = best and lies(best)
+        found = search_pipelines(replace(request, budget=budget), base, laid, say)
         answers.extend(filter(None, [found]))
         return found
 
-    plain = search_with_blocks(logical, base, say, pipelines)
-    if lies:
-        plain = best_placed(request, plain, base, say)
+    plain = search_with_blocks(request, base, say, pipelines)
     if plain.status is Status.OUT_OF_BUDGET and not answers:
         pipelines(None, 0)
     return reduce(Searched.beside, answers, plain)
+
+
+def _faster(base: Decisions, say: Say, request: Request, best: SimulatedPlan) -> Searched:
+    """Plans that are faster than `best`, of the kinds that pins allow."""
+    if not request.pinned.allows_stages(1):
+        return search_pipelines(request, base, best, say) or Searched((), inf, inf)
+    plain = search(request, base, say, best)
+    left = replace(request, budget=plain.work_left)
+    more = search_pipelines(left, base, min((best, *plain.proposals), key=rank), say)
+    return plain.beside(more) if more else plain
 
 
 def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
@@ -188,17 +205,17 @@ class FormPipelines:
         if request.cluster.num_devices <= MOST_DEVICES:
             for own in request.parts():
                 if own.cluster.num_devices > 1:
-                    search = self._add(whole.contexts.on_part(own))
-                    search.look()
-                    search.look_at_every()
-                    self.best_ps = search.best_ps
+                    part = self._add(whole.contexts.on_part(own))
+                    part.look()
+                    part.look_at_every()
+                    self.best_ps = part.best_ps
 
     def answer(self) -> Searched:
         """What was found; it has no bound of its own."""
         smallest: SimulatedPlan | None = None
-        for search in self.searches:
-            smallest = search.smallest(smallest)
-        plans = chain.from_iterable(search.plans() for search in self.searches)
+        for own in self.searches:
+            smallest = own.smallest(smallest)
+        plans = chain.from_iterable(own.plans() for own in self.searches)
         return Searched(
             tuple(sorted(plans, key=lambda plan: plan.step_ps)),
             # Parts of the cluster have fewer devices for the same work.
