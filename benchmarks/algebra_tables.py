@@ -66,11 +66,13 @@ def tables(
         _lines("Largest ratios of `sequential` to `auto`", _largest(of_zoo)),
         _lines(f"Steps of `sequential` of at least {LARGE} times that of `auto`", _large(of_zoo)),
         _lines("Layouts alone give what rewrites promise", _of_layouts(of_zoo)),
+        _lines("Planning, and without rewrites", _planning(of_zoo)),
         _lines("Planning takes longer than 1.3 times that without rewrites", _slow(of_zoo)),
         _lines("Refused", _refused(of_zoo)),
         _lines("Not run", _left(of_zoo, asked, methods)),
         _lines("Faults", iter(faults([row for row in rows if not _is_random(row)]))),
         "### Random models\n\n" + "\n".join(_random(of_random)),
+        _lines("Planning of random models, and without rewrites", _planning(of_random)),
         _lines("Faults of random models", iter(faults([row for row in rows if _is_random(row)]))),
         _lines(f"Random models with a ratio of at least {LARGE}", _large(of_random)),
         _lines("Refused random models", _refused(of_random)),
@@ -165,6 +167,24 @@ def _of_layouts(by: By) -> Iterator[str]:
         if alone is not None and chosen and alone <= 1 + ALIKE:
             words = ", ".join(f"{m} {_rules_of(own[m])}" for m in chosen)
             yield f"{' on '.join(case)}: {alone:.5f} times the step of `auto`; {words}"
+
+
+def _planning(by: By) -> Iterator[str]:
+    """CPU seconds by model, the longest first, and of all."""
+    taken: dict[str, list[tuple[float, float]]] = {"all": []}
+    for (model, _), own in by.items():
+        auto, other = own.get("auto", {}), own.get(NO_REWRITES, {})
+        if "step_s" in auto and "step_s" in other:
+            for name in {"all", "all" if _is_random(auto) else model}:
+                taken.setdefault(name, []).append((auto["cpu_s"], other["cpu_s"]))
+    for name, some in sorted(taken.items(), key=lambda one: -sum(took for took, _ in one[1])):
+        if some:
+            took, without = sum(one for one, _ in some), sum(other for _, other in some)
+            ratio = statistics.median(one / other for one, other in some)
+            yield (
+                f"{name}: {took:.0f} and {without:.0f} CPU s, {took / without:.2f} times; median"
+                f" of {len(some)} cases {ratio:.2f}"
+            )
 
 
 def _slow(by: By) -> Iterator[str]:
