@@ -221,8 +221,7 @@ def rank_devices(decisions: Decisions) -> tuple[int, ...]:
     """The device of every rank."""
     found: dict[int, int] = {}
     for stage, ranks in zip(decisions.stages, stage_ranks(decisions), strict=True):
-        own = [d for part in stage.devices for d in part]
-        found.update((rank, own[at]) for rank, at in zip(ranks, stage.mesh.devices, strict=True))
+        found.update(zip(ranks, stage.rank_devices, strict=True))
     return tuple(found[rank] for rank in sorted(found))
 
 

@@ -150,6 +150,12 @@ class Stage:
     microbatches: tuple[int, ...] = ()
     at_once: int = 1
 
+    @property
+    def rank_devices(self) -> tuple[int, ...]:
+        """The device of each rank of its mesh."""
+        devices = [device for part in self.devices for device in part]
+        return tuple(devices[at] for at in self.mesh.devices)
+
 
 def one_stage(mesh: Mesh) -> tuple[Stage, ...]:
     """The stage that has all items, on as many of the first ranks as `mesh` numbers."""

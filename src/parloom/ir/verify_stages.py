@@ -60,7 +60,7 @@ def _stages(planned: Planned) -> Problems:
         both = {d for part in one.devices for d in part} & {d for p in other.devices for d in p}
         if both and one.devices != other.devices:
             yield f"two stages share device {min(both)} and not all of theirs"
-        elif both and tuple(one.mesh.devices) != tuple(other.mesh.devices):
+        elif both and one.rank_devices != other.rank_devices:
             yield f"two stages share devices {min(both)} to {max(both)} and lie on them otherwise"
 
 

@@ -12,8 +12,7 @@ from parloom.cost.ledger import HOST, Ledger, Program, Sent, pipeline_ledger
 from parloom.cost.stages import transfer_bytes
 from parloom.ir.lower_stages import group_lists
 from parloom.ir.mesh import Level, Mesh
-from parloom.ir.plan import Stage
-from parloom.ir.regular_parts import devices_of, joined, regular_parts
+from parloom.ir.regular_parts import joined, regular_parts
 from parloom.report.case import PipelineCase, Step
 from parloom.report.explain import PS
 from parloom.report.page.sides import Side
@@ -69,7 +68,7 @@ def groups(step: Step) -> Iterator[Group]:
     for index, (own, _) in enumerate(group_lists(step.decisions)):
         programs = [Program(step.stages.pcgs[i], step.player.own(planned[i]), i) for i in own]
         alone = replace(step.timeline, processes=(step.timeline.processes[index],))
-        devices = _devices(planned[own[0]])
+        devices = np.array(planned[own[0]].rank_devices)
         meshes = tuple(planned[i].mesh for i in own)
         levels = step.player.own(planned[own[0]]).levels
         own_ledger = pipeline_ledger(alone, [(1, programs)])
@@ -212,16 +211,10 @@ def _shifted(mesh: Mesh, axes: Sequence[str], shift: int) -> Numbers:
     return found
 
 
-def _devices(stage: Stage) -> Numbers:
-    """The device of each rank of a stage."""
-    devices = devices_of(stage)
-    return np.array([devices[at] for at in stage.mesh.devices])
-
-
 def _messages(step: PipelineCase) -> Iterator[tuple[Numbers, Numbers, float]]:
     """Between stages: senders, receivers, and bytes from each to each in a step."""
     stages = step.decisions.stages
-    devices = list(map(_devices, stages))
+    devices = [np.array(stage.rank_devices) for stage in stages]
     for transfer in step.stages.transfers:
         source, target = devices[transfer.source], devices[transfer.target]
         if source[0] == target[0]:

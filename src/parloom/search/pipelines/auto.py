@@ -93,9 +93,13 @@ def _faster(base: Decisions, say: Say, request: Request, best: SimulatedPlan) ->
     if not request.pinned.allows_stages(1):
         return search_pipelines(request, base, best, say) or Searched((), inf, inf)
     plain = search(request, base, say, best)
+    if plain.status is not Status.COMPLETE:
+        return plain
     left = replace(request, budget=plain.work_left)
     more = search_pipelines(left, base, min((best, *plain.proposals), key=rank), say)
-    return plain.beside(more) if more else plain
+    if more is None:
+        return plain
+    return replace(plain.beside(more), status=more.status, work_left=more.work_left)
 
 
 def pipelines_alone(request: Request, base: Decisions, say: Say) -> Searched:
