@@ -16,7 +16,7 @@ from parloom.ir.expected import Status
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.choices import Menu
-from parloom.search.climb import climbed, cost
+from parloom.search.climb import FEWEST, Climb, cost, tries_of
 from parloom.search.contexts import (
     Contexts,
     ContextSearch,
@@ -167,6 +167,8 @@ class Driver:
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
+        # Of the forms the takes with which solutions began where they were last looked for.
+        self.part: frozenset[int] | None = None
         self.finer = FinerMenus()
         self.climbed: list[SimulatedPlan] = []
         self.forms = NearForms(self.contexts)
@@ -268,11 +270,12 @@ class Driver:
         """
         context = self.on[mesh.num_ranks].search(program, mesh, count, menus)
         self.looked.append(context)
+        context.columns.minimizer.part = self.part
         free = self.duals.with_byte(0.0)
-        context.columns.prove(free, ROUGH)
+        context.columns.prove(free, ROUGH, climbs=False)
         self.unlimited[mesh, count] = context.columns.bounds[free]
         if self.duals != free:
-            context.columns.prove(self.duals, ROUGH)
+            context.columns.prove(self.duals, ROUGH, climbs=False)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
         expected_ps = _expected_ps(context, parent, self.every()) if parent else 0.0
         if self._promises(context) and expected_ps < self.best_ps * (1 - BETTER):
@@ -282,6 +285,7 @@ class Driver:
                 self.best_ps = min(before, context.improve(max(before, enough), self.seen))
                 if self.best_ps < before:
                     self.duals = context.duals
+            self.part = context.columns.minimizer.part
         self.say(_progress(context, self.request.limit_bytes, self.best_ps))
 
     def _promises(self, context: ContextSearch) -> bool:
@@ -333,13 +337,16 @@ class Driver:
 
     def _climb(self) -> None:
         """Change the best plan, whatever a model says, and first one that would be better if it
-        held a little less.
+        held a little less; then the best ones of other forms, with as many tries together.
         """
-        limit = self.request.limit_bytes
-        for start, context in _starts(self.every(), limit).items():
+        limit, tries = self.request.limit_bytes, tries_of(self.request.graph)
+        starts = list(_starts(self.every(), limit).items()) if tries else []
+        first = 1 + any(start.peak_bytes > limit for start, _ in starts[:1])
+        fewer = max(FEWEST, tries // max(1, len(starts) - first))
+        for index, (start, context) in enumerate(starts[: first + tries // fewer]):
             near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
             if near and self.steps.any_below(self.best_ps * (1 + SAME), self.looked):
-                self.climbed += _climbed(context, start)
+                self.climbed += _climbed(context, start, tries if index < first else fewer)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
@@ -419,13 +426,15 @@ def _progress(context: ContextSearch, limit_bytes: int, best_ps: float) -> str:
     return f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}"
 
 
-def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[SimulatedPlan]:
+def _climbed(
+    context: ContextSearch, start: SimulatedCandidate, tries: int
+) -> Iterator[SimulatedPlan]:
     """Plans of the same form that climbing finds from one."""
     form = form_of(context.layouts, start.candidate.values)
     own = RewrittenRequest(context.request, form.rewrites)
     program = program_of(own.request.graph, form.factored, own.request.pinned)
     plain = SimulatedPlan(replace(start.decisions, rewrites=()), start.prediction)
-    yield from map(own.as_asked, climbed(own.request, program, plain, context.work))
+    yield from map(own.as_asked, Climb(own.request, program, plain, context.work).run(tries))
 
 
 def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iterator[ContextSearch]:

@@ -50,6 +50,9 @@ MERGED = 8
 # Splits that are simulated where all of them may be. Where a plan is known, the most promising ones
 # are looked at, so many times as many, and of many so many simulated in a row that are no better.
 EVERY, MANY, PATIENCE = 300, 2, 50
+# How far above the best plan closed forms of the first form of the graph may be for pipelines of
+# other forms to be looked for: those were at most a tenth less beside what one device saves.
+OTHERS = 0.3
 # More bytes than any device has.
 UNLIMITED = 1 << 60
 # The share by which a pipeline may be better for it to be looked for.
@@ -148,7 +151,7 @@ def search_pipelines(
     status = Status.COMPLETE
     try:
         for one in every:
-            one.look()
+            one.look(every[0])
         nearby_ps = min(one.fastest_ps for one in every) * (1 + FORMS)
         for one in sorted(every, key=lambda one: one.fastest_ps):
             if one.fastest_ps <= nearby_ps:
@@ -185,12 +188,23 @@ class FormPipelines:
         self.best_ps, self.work, self.shared, self.say = best_ps, work, shared, say
         self.searches: list[PipelineSearch] = []
 
-    def look(self) -> None:
-        """Simulate what promises most on all devices."""
+    def look(self, first: "FormPipelines") -> None:
+        """Simulate what promises most on all devices; nothing where that of `first` is far from the
+        best plan even with what a device takes less in this form.
+        """
         request = self.form.request
         whole = self._add(Contexts(request, self.base, work=self.work, shared=self.shared))
-        whole.look()
+        if first is self or first.promises(whole.splits.share_ps, self.best_ps):
+            whole.look()
         self.best_ps = whole.best_ps
+
+    def promises(self, share_ps: float, best_ps: float) -> bool:
+        """Whether pipelines may be near `best_ps` that take as many times their equal share of the
+        least work as those of this form do.
+        """
+        splits = self.searches[0].splits
+        least_ps = min(map(closed_ps, splits.found), default=0.0)
+        return least_ps * share_ps <= best_ps * (1 + OTHERS) * splits.share_ps
 
     @property
     def fastest_ps(self) -> float:

@@ -80,11 +80,13 @@ class ColumnGeneration:
         self.least_held = 0.0  # where the highest price of memory was tried
         self.penalty = PENALTY
 
-    def minimum(self, prices: Floats, tolerance: float) -> tuple[float, tuple[int, ...]]:
-        """A bound on all solutions under `prices`, and one that is near it."""
+    def minimum(
+        self, prices: Floats, tolerance: float, climbs: bool = True
+    ) -> tuple[float, tuple[int, ...]]:
+        """A bound on all solutions under `prices`, and one that is near it (see `Minimizer`)."""
         while True:
             self.work.spend()
-            bound, values = self.minimizer.minimum(prices, tolerance / 2)
+            bound, values = self.minimizer.minimum(prices, tolerance / 2, climbs)
             if not values:
                 return bound, ()
             low = self.problem.unshared(values, prices)
@@ -94,7 +96,8 @@ class ColumnGeneration:
             # Those that are missed most, so that few terms become large.
             least = max(missed.values()) / JOINED
             self.joint |= {number for number, more in missed.items() if more >= least}
-            self.minimizer = Minimizer(self.problem.model(self.joint), self.problem.parts)
+            model = self.problem.model(self.joint)
+            self.minimizer = Minimizer(model, self.problem.parts, self.minimizer.part)
 
     def part(self, allowed: Sequence[Bools]) -> Part:
         """The minima of solutions that have these options, as exact as the model is now."""
@@ -136,10 +139,12 @@ class ColumnGeneration:
         _, least = self.least(duals, NEAR)
         return [costs - duals.byte_ps * limit_bytes for costs in least]
 
-    def prove(self, duals: ShadowPrices, tolerance: float = 1e-3) -> Column | None:
-        """Add the solution and the bound of one price vector."""
+    def prove(
+        self, duals: ShadowPrices, tolerance: float = 1e-3, climbs: bool = True
+    ) -> Column | None:
+        """Add the solution and the bound of one price vector (see `Minimizer`)."""
         prices = row_prices(duals, self.passes)
-        bound, values = self.minimum(prices, tolerance)
+        bound, values = self.minimum(prices, tolerance, climbs)
         self.bounds[duals] = max(bound, self.bounds.get(duals, bound))
         if not values:
             return None

@@ -46,27 +46,32 @@ class Minimizer:
     """Minima of `model`; solutions and messages of one price vector are where the next begins.
 
     `parts` are easier models: which options the first variables have, by a set of numbers. The
-    first solution begins at that of the empty set; where bound and solution do not meet, numbers
-    are added as long as solutions become better.
+    first solution begins at that of `part`, or else of the empty set; where bound and solution do
+    not meet, a better set is looked for once, and is the `part` then.
     """
 
-    def __init__(self, model: Model, parts: Parts | None = None) -> None:
+    def __init__(
+        self, model: Model, parts: Parts | None = None, part: frozenset[int] | None = None
+    ) -> None:
         self.model, self.elimination = model, Elimination(model, LARGEST)
-        self.parts, self._climbed = parts, False
+        self.parts, self.part = parts, part
         self.pruning: Pruning | None = None
         self.like: Values = ()
         self._last: tuple[bytes, list[Floats], Eliminated, Priced] | None = None
 
-    def minimum(self, prices: Floats, tolerance: float) -> tuple[float, Values]:
+    def minimum(
+        self, prices: Floats, tolerance: float, climbs: bool = True
+    ) -> tuple[float, Values]:
         """A bound on all solutions under `prices`, and one that is within `tolerance` of it, or
-        the best that was found; none where none is legal.
+        the best that was found; none where none is legal. Where it `climbs` not, no parts are
+        looked for: that raises no bound.
         """
         _, found, priced = self._priced(prices)
         if found.constant == inf:
             return inf, ()
         if not self.elimination.left:
             return found.constant, self.elimination.expanded(found, ())
-        bound, values = self._bounded(found, priced, tolerance)
+        bound, values = self._bounded(found, priced, tolerance, climbs)
         return bound, self.elimination.expanded(found, values) if values else ()
 
     def minimum_with(self, forced: Mapping[int, int], prices: Floats) -> Values:
@@ -110,11 +115,13 @@ class Minimizer:
             self._last = key, tables, found, bounded(found.tables)
         return self._last[1:]
 
-    def _bounded(self, found: Eliminated, priced: Priced, tolerance: float) -> tuple[float, Values]:
+    def _bounded(
+        self, found: Eliminated, priced: Priced, tolerance: float, climbs: bool
+    ) -> tuple[float, Values]:
         """A bound and a solution of what is left."""
         pruning, before = self._pruning(found), -inf
         if self.parts is not None and not self.like:
-            self.like = self._of_part(frozenset(), found, tolerance)
+            self.like = self._of_part(self.part or frozenset(), found, tolerance)
         while True:
             bound, cost, values, alive = pruning.run(priced, self.like, SWEEPS)
             if values:
@@ -130,30 +137,23 @@ class Minimizer:
         if best is not None:
             self.like = best[1] or values
             return max(bound, best[0]), self.like
-        if self.parts is None or self._climbed:
+        if self.parts is None or self.part is not None or not climbs:
             return bound, values
-        self._climbed = True
-        self._climb(self.parts, found, tolerance)
-        return self._bounded(found, priced, tolerance)
+        self.part = self._climbed(self.parts, found, tolerance)
+        return self._bounded(found, priced, tolerance, climbs)
 
-    def _climb(self, parts: Parts, found: Eliminated, tolerance: float) -> None:
-        """Begin at the best solution of parts that each have one number more than the last."""
+    def _climbed(self, parts: Parts, found: Eliminated, tolerance: float) -> frozenset[int]:
+        """Begin at the best solution of parts of more and more numbers: those with which alone
+        solutions are the best come first, and stay where they are better beside those before.
+        """
         rest, own = self.elimination.rest(found), frozenset[int]()
-        while True:
-            known = {
-                own | {number}: self._of_part(own | {number}, found, tolerance)
-                for number in range(parts.number)
-                if number not in own
-            }
-            better = [
-                (_cost(rest, values), sorted(part), values)
-                for part, values in known.items()
-                if values and not (self.like and _cost(rest, self.like) <= _cost(rest, values))
-            ]
-            if not better:
-                return
-            _, part, self.like = min(better)
-            own = frozenset(part)
+        alone = {n: self._of_part(frozenset([n]), found, tolerance) for n in range(parts.number)}
+        costs = {n: _cost(rest, values) for n, values in alone.items() if values}
+        for number in sorted(costs, key=costs.__getitem__):
+            values = self._of_part(own | {number}, found, tolerance) if own else alone[number]
+            if values and not (self.like and _cost(rest, self.like) <= _cost(rest, values)):
+                own, self.like = own | {number}, values
+        return own
 
     def _of_part(self, part: frozenset[int], found: Eliminated, tolerance: float) -> Values:
         """The best solution of what is left that was found of a part; none where there is none."""
