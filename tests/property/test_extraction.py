@@ -12,6 +12,7 @@ from parloom.rewrite.bodies import Body
 from parloom.rewrite.egraph import Class
 from parloom.rewrite.substitutions import applied, directions, substitutions, with_function
 from parloom.rewrite.take import ends_of
+from parloom.search import extraction
 from parloom.search.extraction import Choices, Extraction, cheapest
 from parloom.search.one_device import FunctionCosts, OneDevice
 from parloom.search.pinned import NONE
@@ -55,6 +56,33 @@ def test_what_every_function_needs(seed: int, monkeypatch: pytest.MonkeyPatch) -
     needed = {one for one in program.makers if not _is_made(program, without=one)}
     assert program.needed == needed
     assert len(needed) < len(program.makers), "some class is not needed"
+
+
+def test_rows_of_support_leave_the_cheapest_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rows where classes make one another, the cost is that of a program which has places in
+    time alone, as it is also of solutions that are in order without any row.
+    """
+    monkeypatch.setattr(tensat, "ROUNDS", ROUNDS)
+    monkeypatch.setattr(extraction, "BRANCHES", 100_000)
+    rows = []
+    for seed in range(12):
+        graph = random_graph(Random(seed))
+        costs = FunctionCosts(OneDevice(request_of(graph)), graph.main.name)
+        body = Body(graph.main, CALLS)
+        tensat.saturate(body, NONE)
+        choices = Choices(body, ends_of(graph, graph.main))
+        times, found = choices.times(costs), []
+        for rounds in (0, extraction.ROUNDS):
+            with monkeypatch.context() as patched:
+                patched.setattr(extraction, "ROUNDS", rounds)
+                program = Extraction(choices, times)
+                before = len(program.program.rows)
+                taken = program.solve()
+                found.append(sum(times[at] for at in choices.used(taken)))
+                verify_graph(with_function(graph, choices.function(taken)))
+        rows.append(len(program.program.rows) - before)
+        assert found[0] == pytest.approx(found[1], rel=3 * extraction.GAP)
+    assert any(rows), "some classes made one another"
 
 
 def _is_made(program: Extraction, without: Class) -> bool:

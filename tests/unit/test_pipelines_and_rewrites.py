@@ -3,6 +3,7 @@ it finds in the model's own form.
 """
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from parloom.ir.factors import factorize
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.pinned import resolve
 from parloom.search.pins import NO_REWRITE, parse_pin
+from parloom.search.pipelines import auto
 from parloom.search.pipelines.auto import search_pipelines
 from parloom.search.request import AUTO, Request, ScoredPlan, base_of
 from parloom.search.rewritten import with_takes
@@ -283,6 +285,8 @@ def fastest_pipeline(request: Request) -> SimulatedPlan:
     return found.proposals[0]
 
 
+# Of a pipeline's step what leaves pipelines nothing to win.
+SHARE = 0.6
 PIPELINES = {
     "branches": (BRANCHES, "1x4xH100"),
     "convolutions": (CONVOLUTIONS, "1x4xV100"),
@@ -298,6 +302,27 @@ def test_rewrites_hide_no_faster_pipeline_of_the_model_as_it_is(name: str, tmp_p
     assert not plain.decisions.rewrites
     assert len(plain.decisions.stages) > 1
     assert free.step_ps <= plain.step_ps * (1 + 1e-9)
+
+
+def test_other_forms_are_left_out_where_pipelines_promise_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a plan that takes so little of the fastest pipeline; without the limit, or beside that
+    pipeline, several forms are looked at.
+    """
+    request = with_takes(asked(*PIPELINES["convolutions"], tmp_path))
+    known = fastest_pipeline(request)
+
+    def looked(share: float) -> int:
+        shorter = replace(known.prediction, step_s=known.prediction.step_s * share)
+        said: list[str] = []
+        search_pipelines(request, base_of(request), replace(known, prediction=shorter), said.append)
+        return len(said)
+
+    near, far = looked(1.0), looked(SHARE)
+    monkeypatch.setattr(auto, "OTHERS", inf)
+    assert near == looked(1.0)
+    assert 0 < far < looked(SHARE)
 
 
 @pytest.mark.sample(1)

@@ -1,15 +1,14 @@
 """The cheapest function in an e-graph, by an integer program (Tensat: Yang et al., MLSys'21,
 section 5.1).
 
-A call that is chosen needs a chosen call in each class that it reads. Each class has a place in
-time, so that no class needs itself, and operators of the function stay in their order. Calls that
-are fused are one choice.
+A call that is chosen needs a chosen call in each class that it reads. Operators of the function
+stay in their order, and no class needs itself: where a solution has some that do, a row asks for
+calls that make one of them of others. Calls that are fused are one choice.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from math import inf
 from typing import Any
 
 from parloom.ir.graph import Call, Function, Node, Ref, TensorSpec, Value, numbered, rename_node
@@ -24,9 +23,11 @@ from parloom.rewrite.terms import calls_in, names_in
 from parloom.search.one_device import FunctionCosts
 
 MS = 1e9  # programs in milliseconds (of ps) are well scaled
-# What a call comes after what it reads, in places of operators; and branches of the program, where
-# they find a solution, and the share that is left open.
-LATER, BRANCHES, GAP = 1e-3, 2_000, 1e-4
+# Branches of the program, where they find a solution, and the share that is left open.
+BRANCHES, GAP = 200, 1e-4
+LATER = 1e-3
+# What of a call counts as chosen, and how often rows are added where classes need themselves.
+CHOSEN, ROUNDS = 1e-6, 50
 # The place of a call that the function has not.
 ANY = -1
 Item = Node | Call
@@ -225,9 +226,7 @@ def dominated(choices: Choices, times: Sequence[float]) -> set[int]:
 
 
 class Extraction:
-    """The program that chooses, where choices take `times` (ps). It knows of time only where that
-    is needed.
-    """
+    """The program that chooses, where choices take `times` (ps)."""
 
     def __init__(self, choices: Choices, times: Sequence[float]) -> None:
         self.choices, self.every, self.given = choices, choices.every, choices.given
@@ -245,17 +244,15 @@ class Extraction:
             for one in dict.fromkeys(own.makes) if at not in self.left_out else ():
                 if one is not None and one not in self.given:
                     self.makers.setdefault(one, {})[at] = self._maker(at)
+        self.reads = [frozenset(own.reads) - self.given for own in self.every]
         self.needed = self._needed()
         for one in self.needed:
             self.program.row(dict.fromkeys(self.makers[one].values(), 1.0), 1.0)
-        for at, own in enumerate(self.every):
-            for one in dict.fromkeys(own.reads):
-                if one in self.makers:
-                    row = dict.fromkeys(self.makers[one].values(), 1.0)
-                    row[self.chosen[at]] = row.get(self.chosen[at], 0.0) - 1.0
-                    self.program.row(row, 0.0)
-                elif one not in self.given:
-                    self.program.row({self.chosen[at]: 1.0}, high=0.0)
+        for at, reads in enumerate(self.reads):
+            for one in sorted(reads, key=_number):
+                row = dict.fromkeys(self.makers.get(one, {}).values(), 1.0)
+                row[self.chosen[at]] = row.get(self.chosen[at], 0.0) - 1.0
+                self.program.row(row, 0.0)
         self._add_pairs()
 
     def _needed(self) -> set[Class]:
@@ -278,43 +275,94 @@ class Extraction:
 
     def _needs(self, at: int, needs: Mapping[Class, frozenset[Class]]) -> frozenset[Class]:
         """What a choice needs where each class needs so much: all, where nothing makes one."""
-        reads = [one for one in self.every[at].reads if one not in self.given]
         every = frozenset(self.makers)
-        return frozenset(reads).union(*(needs.get(one, every) for one in reads))
+        return self.reads[at].union(*(needs.get(one, every) for one in self.reads[at]))
 
     def solve(self) -> Mapping[Class, int]:
         """The choice that makes each class, as far as one does."""
-        found = self._solved()
-        if not self._is_in_order(found):
+        relaxed = replace(self.program, integers=[False] * len(self.program.integers))
+        for _ in range(ROUNDS):
+            if self._solved(relaxed)[1]:
+                break
+        taken, is_in_order = self._solved(self.program)
+        if not is_in_order:
             self._add_times()
-            found = self._solved()
-        return found
+            taken, _ = self._solved(self.program)
+        return taken
 
-    def _solved(self) -> Mapping[Class, int]:
-        answer = self.program.solve(GAP, enough_nodes=BRANCHES)
+    def _solved(self, program: LinearProgram) -> tuple[Mapping[Class, int], bool]:
+        """The choice that makes each class, and whether all come one after the other."""
+        answer = program.solve(GAP, enough_nodes=BRANCHES)
         assert answer is not None, "the function itself is a solution"
-        return {
-            one: max(some, key=lambda at: answer.values[some[at]])
-            for one, some in self.makers.items()
-        }
+        taken, lacking = self._ordered([answer.values[column] for column in self.chosen])
+        for at, lacked in lacking:
+            self._add_support(at, lacked)
+        return taken, not lacking
 
-    def _is_in_order(self, taken: Mapping[Class, int]) -> bool:
-        """Whether no class needs itself where operators of the function stay in their order."""
-        used = self.choices.used(taken)
-        needs = {
-            at: {taken[one] for one in self.every[at].reads if one not in self.given} for at in used
-        }
-        items = sorted((at for at in used if self.every[at].place != ANY), key=self._place)
-        for before, at in pairwise(items):
-            needs[at].add(before)
-        try:
-            TopologicalSorter(needs).prepare()
-        except CycleError:
-            return False
-        return True
+    def _ordered(
+        self, shares: Sequence[float]
+    ) -> tuple[Mapping[Class, int], list[tuple[int | None, set[Class]]]]:
+        """The choice that makes each class where all that are chosen come one after the other; and
+        items that come before what they read, or None for what is needed at the end, with classes
+        that chosen calls make of one another alone until then.
+        """
+        taken, lacking = dict[Class, int](), list[tuple[int | None, set[Class]]]()
+        chosen = [at for at, share in enumerate(shares) if share > CHOSEN]
+        items = sorted((at for at in chosen if self.every[at].place != ANY), key=self._place)
+        left = [at for at in chosen if self.every[at].place == ANY]
+        for item in (*items, None):
+            while ready := [at for at in left if self.reads[at] <= taken.keys()]:
+                left = [at for at in left if at not in ready]
+                for at in ready:
+                    self._take(at, taken)
+            missing = (self.needed if item is None else self.reads[item]) - taken.keys()
+            if missing:
+                lacking.append((item, self._lacked(missing, left, taken)))
+            if item is not None:
+                self._take(item, taken)
+        return taken, lacking
 
     def _place(self, at: int) -> int:
         return self.every[at].place
+
+    def _take(self, at: int, taken: dict[Class, int]) -> None:
+        """Count what a choice makes as made, and by it where nothing else made it before."""
+        for one in self.every[at].makes:
+            if one is not None and one not in self.given:
+                taken.setdefault(one, at)
+
+    def _lacked(
+        self, missing: Collection[Class], calls: Sequence[int], taken: Mapping[Class, int]
+    ) -> set[Class]:
+        """Classes with one that is missing of which each of these calls, which wait for what they
+        read, makes none without another one.
+        """
+        left = [min(missing, key=_number)]
+        found = set(left)
+        while left:
+            makers = self.makers.get(left.pop(), {})
+            for reads in (self.reads[at] for at in calls if at in makers):
+                if reads.isdisjoint(found):
+                    left.append(min(reads - taken.keys(), key=_number))
+                    found.add(left[-1])
+        return found
+
+    def _add_support(self, at: int | None, lacked: Collection[Class]) -> None:
+        """A row that asks for a call that makes one of these classes of others, before the place of
+        an item that reads one, or else at all (loop formulas: Lin and Zhao, Artificial Intelligence
+        157, 2004).
+        """
+        place = inf if at is None else self.every[at].place
+        row = {
+            column: 1.0
+            for one in lacked
+            for other, column in self.makers.get(one, {}).items()
+            if self.every[other].place < place and self.reads[other].isdisjoint(lacked)
+        }
+        if at is None:
+            self.program.row(row, 1.0)
+        else:
+            self.program.row({**row, self.chosen[at]: -1.0}, 0.0)
 
     def _add_pairs(self) -> None:
         """Two calls of which each makes what the other reads are not both chosen."""
@@ -356,6 +404,10 @@ class Extraction:
         column = self.program.column(0.0, 0.0, 1.0, integer=True)
         self.program.row({column: 1.0, self.chosen[at]: -1.0}, high=0.0)
         return column
+
+
+def _number(one: Class) -> int:
+    return one.number
 
 
 def _read(item: Item) -> tuple[str, ...]:

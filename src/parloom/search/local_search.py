@@ -133,6 +133,8 @@ class _LocalSearch:
         self.small = OPERATORS // each >= PATIENCE * PART
         if self.small and patience == PATIENCE:
             patience = max(patience, self.left // PART)
+        if self.small:  # plans of a form say little of those of another one
+            self.left *= len({context.layouts.program.rewrites for context in contexts})
         self.patience = patience
         # Storage and layouts take turns: their estimates are off in different ways.
         self.stored = {id(context): _Queue(patience) for context in contexts}

@@ -202,9 +202,8 @@ class FormPipelines:
         """Whether pipelines may be near `best_ps` that take as many times their equal share of the
         least work as those of this form do.
         """
-        splits = self.searches[0].splits
-        least_ps = min(map(closed_ps, splits.found), default=0.0)
-        return least_ps * share_ps <= best_ps * (1 + OTHERS) * splits.share_ps
+        whole = self.searches[0]
+        return whole.promised_ps * share_ps <= best_ps * (1 + OTHERS) * whole.splits.share_ps
 
     @property
     def fastest_ps(self) -> float:
@@ -307,6 +306,8 @@ class PipelineSearch:
         self.best_ps, self.least_ps = best_ps, least_pipeline_ps(contexts)
         share_ps = least_work_ps(contexts) / self.request.cluster.num_devices
         self.splits = PromisingSplits(contexts, share_ps, best_ps, say)
+        # The least closed form; 0 where there was none.
+        self.promised_ps = 0.0
         judge = Judge(self.request, contexts.whole.factored, contexts.refusals)
         self.tried = Tried(judge, contexts.work.spend)
 
@@ -315,6 +316,7 @@ class PipelineSearch:
         if self.least_ps > self.best_ps * (1 - WORTH):
             return
         self.splits.look()
+        self.promised_ps = min(map(closed_ps, self.splits.found), default=0.0)
         self._judge_best()
         self._climb()
 
