@@ -6,7 +6,7 @@ stay in their order, and no class needs itself: where a solution has some that d
 calls that make one of them of others. Calls that are fused are one choice.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -225,6 +225,56 @@ def dominated(choices: Choices, times: Sequence[float]) -> set[int]:
     return found
 
 
+class Order:
+    """Which chosen calls come one after the other: items of the function in their order, others as
+    soon as what they read is there.
+    """
+
+    def __init__(self, every: Sequence[Choice], given: Collection[Class]) -> None:
+        self.every = every
+        self.reads = [frozenset(own.reads).difference(given) for own in every]
+        self.makes = [frozenset(filter(None, own.makes)).difference(given) for own in every]
+
+    def of(
+        self, chosen: Iterable[int], needed: Collection[Class]
+    ) -> tuple[Mapping[Class, int], list[tuple[int | None, set[Class]]]]:
+        """The choice that makes each class first; and items that come before what they read, or
+        None for what is needed at the end, with classes that chosen calls make of one another alone
+        until then.
+        """
+        taken, lacking = dict[Class, int](), list[tuple[int | None, set[Class]]]()
+        left, items = list[int](), list[int]()
+        for at in chosen:
+            (left if self.every[at].place == ANY else items).append(at)
+        for item in (*sorted(items, key=lambda at: self.every[at].place), None):
+            while ready := [at for at in left if self.reads[at] <= taken.keys()]:
+                left = [at for at in left if at not in ready]
+                for at in ready:
+                    taken = dict.fromkeys(self.makes[at], at) | taken
+            missing = (needed if item is None else self.reads[item]) - taken.keys()
+            if missing:
+                lacking.append((item, self._lacked(missing, left, taken)))
+            if item is not None:
+                taken = dict.fromkeys(self.makes[item], item) | taken
+        return taken, lacking
+
+    def _lacked(
+        self, missing: Collection[Class], calls: Sequence[int], taken: Mapping[Class, int]
+    ) -> set[Class]:
+        """Classes with one that is missing of which each of these calls, which wait for what they
+        read, makes none without another one.
+        """
+        left = [min(missing, key=_number)]
+        found = set(left)
+        while left:
+            one = left.pop()
+            for reads in (self.reads[at] for at in calls if one in self.makes[at]):
+                if reads.isdisjoint(found):
+                    left.append(min(reads - taken.keys(), key=_number))
+                    found.add(left[-1])
+        return found
+
+
 class Extraction:
     """The program that chooses, where choices take `times` (ps)."""
 
@@ -244,7 +294,8 @@ class Extraction:
             for one in dict.fromkeys(own.makes) if at not in self.left_out else ():
                 if one is not None and one not in self.given:
                     self.makers.setdefault(one, {})[at] = self._maker(at)
-        self.reads = [frozenset(own.reads) - self.given for own in self.every]
+        self.order = Order(self.every, self.given)
+        self.reads = self.order.reads
         self.needed = self._needed()
         for one in self.needed:
             self.program.row(dict.fromkeys(self.makers[one].values(), 1.0), 1.0)
@@ -294,58 +345,11 @@ class Extraction:
         """The choice that makes each class, and whether all come one after the other."""
         answer = program.solve(GAP, enough_nodes=BRANCHES)
         assert answer is not None, "the function itself is a solution"
-        taken, lacking = self._ordered([answer.values[column] for column in self.chosen])
+        some = (at for at, column in enumerate(self.chosen) if answer.values[column] > CHOSEN)
+        taken, lacking = self.order.of(some, self.needed)
         for at, lacked in lacking:
             self._add_support(at, lacked)
         return taken, not lacking
-
-    def _ordered(
-        self, shares: Sequence[float]
-    ) -> tuple[Mapping[Class, int], list[tuple[int | None, set[Class]]]]:
-        """The choice that makes each class where all that are chosen come one after the other; and
-        items that come before what they read, or None for what is needed at the end, with classes
-        that chosen calls make of one another alone until then.
-        """
-        taken, lacking = dict[Class, int](), list[tuple[int | None, set[Class]]]()
-        chosen = [at for at, share in enumerate(shares) if share > CHOSEN]
-        items = sorted((at for at in chosen if self.every[at].place != ANY), key=self._place)
-        left = [at for at in chosen if self.every[at].place == ANY]
-        for item in (*items, None):
-            while ready := [at for at in left if self.reads[at] <= taken.keys()]:
-                left = [at for at in left if at not in ready]
-                for at in ready:
-                    self._take(at, taken)
-            missing = (self.needed if item is None else self.reads[item]) - taken.keys()
-            if missing:
-                lacking.append((item, self._lacked(missing, left, taken)))
-            if item is not None:
-                self._take(item, taken)
-        return taken, lacking
-
-    def _place(self, at: int) -> int:
-        return self.every[at].place
-
-    def _take(self, at: int, taken: dict[Class, int]) -> None:
-        """Count what a choice makes as made, and by it where nothing else made it before."""
-        for one in self.every[at].makes:
-            if one is not None and one not in self.given:
-                taken.setdefault(one, at)
-
-    def _lacked(
-        self, missing: Collection[Class], calls: Sequence[int], taken: Mapping[Class, int]
-    ) -> set[Class]:
-        """Classes with one that is missing of which each of these calls, which wait for what they
-        read, makes none without another one.
-        """
-        left = [min(missing, key=_number)]
-        found = set(left)
-        while left:
-            makers = self.makers.get(left.pop(), {})
-            for reads in (self.reads[at] for at in calls if at in makers):
-                if reads.isdisjoint(found):
-                    left.append(min(reads - taken.keys(), key=_number))
-                    found.add(left[-1])
-        return found
 
     def _add_support(self, at: int | None, lacked: Collection[Class]) -> None:
         """A row that asks for a call that makes one of these classes of others, before the place of

@@ -167,10 +167,9 @@ class Driver:
         # Bounds of contexts as if memory had no limit.
         self.unlimited: dict[tuple[Mesh, int], float] = {}
         self.estimate_bound_ps = self.bound_ps = 0.0
-        # Of the forms the takes with which solutions began where they were last looked for.
+        # The takes with which solutions of all forms began last.
         self.part: frozenset[int] | None = None
-        self.finer = FinerMenus()
-        self.climbed: list[SimulatedPlan] = []
+        self.finer, self.climbed = FinerMenus(), list[SimulatedPlan]()
         self.forms = NearForms(self.contexts)
 
     def run(self) -> None:
@@ -272,10 +271,9 @@ class Driver:
         self.looked.append(context)
         context.columns.minimizer.part = self.part
         free = self.duals.with_byte(0.0)
-        context.columns.prove(free, ROUGH, climbs=False)
+        for duals in dict.fromkeys((free, self.duals)):
+            context.columns.prove(duals, ROUGH, climbs=False)
         self.unlimited[mesh, count] = context.columns.bounds[free]
-        if self.duals != free:
-            context.columns.prove(self.duals, ROUGH, climbs=False)
         context.limit = max(1.0, self.request.limit_bytes - self.seen.beyond_bytes(count))
         expected_ps = _expected_ps(context, parent, self.every()) if parent else 0.0
         if self._promises(context) and expected_ps < self.best_ps * (1 - BETTER):
@@ -337,16 +335,13 @@ class Driver:
 
     def _climb(self) -> None:
         """Change the best plan, whatever a model says, and first one that would be better if it
-        held a little less; then the best ones of other forms, with as many tries together.
+        held a little less; then the best ones of other forms.
         """
         limit, tries = self.request.limit_bytes, tries_of(self.request.graph)
-        starts = list(_starts(self.every(), limit).items()) if tries else []
-        first = 1 + any(start.peak_bytes > limit for start, _ in starts[:1])
-        fewer = max(FEWEST, tries // max(1, len(starts) - first))
-        for index, (start, context) in enumerate(starts[: first + tries // fewer]):
+        for start, context, share in _starts(self.every(), limit, tries):
             near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
             if near and self.steps.any_below(self.best_ps * (1 + SAME), self.looked):
-                self.climbed += _climbed(context, start, tries if index < first else fewer)
+                self.climbed += _climbed(context, start, share)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
@@ -456,17 +451,20 @@ def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iter
 
 
 def _starts(
-    looked: Sequence[ContextSearch], limit_bytes: int
-) -> dict[SimulatedCandidate, ContextSearch]:
-    """The best of all plans that were simulated, and the best of each form that fits, with their
-    contexts.
+    looked: Sequence[ContextSearch], limit_bytes: int, tries: int
+) -> list[tuple[SimulatedCandidate, ContextSearch, int]]:
+    """The best of all plans that were simulated, the best that fits with as many tries, and the
+    best of other forms, which have as many together; each with its context.
     """
     every = {found: context for context in looked for found in context.judged.values()}
     ranked = sorted(every, key=lambda found: cost(found, limit_bytes))
     fitting = [found for found in ranked if found.peak_bytes <= limit_bytes]
     forms = {found.decisions.rewrites: found for found in reversed(fitting)}
     starts = dict.fromkeys((*ranked[:1], *sorted(forms.values(), key=_step_ps)))
-    return {start: every[start] for start in starts}
+    first = 1 + any(found.peak_bytes > limit_bytes for found in ranked[:1])
+    share = max(FEWEST, tries // max(1, len(starts) - first))
+    shares = [*[tries] * first, *[share] * (tries // share)] if tries else []
+    return [(start, every[start], own) for start, own in zip(starts, shares, strict=False)]
 
 
 def _expected_ps(
