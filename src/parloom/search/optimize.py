@@ -334,9 +334,7 @@ class Driver:
         self.best_ps = min([self.best_ps, *map(_fastest, self.every())])
 
     def _climb(self) -> None:
-        """Change the best plan, whatever a model says, and first one that would be better if it
-        held a little less; then the best ones of other forms.
-        """
+        """Change the best plans, whatever a model says."""
         limit, tries = self.request.limit_bytes, tries_of(self.request.graph)
         for start, context, share in _starts(self.every(), limit, tries):
             near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
@@ -453,8 +451,9 @@ def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iter
 def _starts(
     looked: Sequence[ContextSearch], limit_bytes: int, tries: int
 ) -> list[tuple[SimulatedCandidate, ContextSearch, int]]:
-    """The best of all plans that were simulated, the best that fits with as many tries, and the
-    best of other forms, which have as many together; each with its context.
+    """Where climbing begins: the best of all plans that were simulated, which would be better if it
+    held a little less or fits; the best that fits, with as many tries; and the best ones of other
+    forms, which have as many together. Each with its context.
     """
     every = {found: context for context in looked for found in context.judged.values()}
     ranked = sorted(every, key=lambda found: cost(found, limit_bytes))
