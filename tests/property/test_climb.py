@@ -13,7 +13,7 @@ from parloom.ir.mesh import Cluster, Mesh, MeshAxis
 from parloom.ir.plan import Decisions, NodeDecision, one_stage
 from parloom.ir.verify import verify_decisions, verify_pcg
 from parloom.search import climb
-from parloom.search.climb import Climb, tries_of
+from parloom.search.climb import Climb, climbed
 from parloom.search.conflicts import broken
 from parloom.search.contexts import SimulatedPlan
 from parloom.search.folding import program_of
@@ -46,7 +46,7 @@ def start_of(asked: Request) -> SimulatedPlan:
 def found_from(asked: Request) -> tuple[SimulatedPlan, list[SimulatedPlan]]:
     start = start_of(asked)
     program = program_of(GRAPH, factorize(GRAPH), asked.pinned)
-    return start, list(Climb(asked, program, start, Work()).run(tries_of(GRAPH)))
+    return start, list(climbed(asked, program, start, Work()))
 
 
 @pytest.mark.parametrize("share", [None, 1.0])

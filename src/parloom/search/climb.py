@@ -14,7 +14,6 @@ from operator import eq
 from random import Random
 
 from parloom.errors import LayoutError, VerifyError
-from parloom.ir.graph import Graph
 from parloom.ir.lower import lower
 from parloom.ir.mesh import Mesh, MeshAxis
 from parloom.ir.ops import Rule
@@ -81,16 +80,20 @@ def cost(found: SimulatedPlan, limit_bytes: int) -> float:
     return float(found.step_ps * max(1.0, found.peak_bytes / limit_bytes) ** ABOVE)
 
 
-def tries_of(graph: Graph) -> int:
-    """How many changes of its plans are tried; 0 where few plans could be simulated."""
-    tries = OPERATORS // max(1, sum(1 for _ in graph.flat()))
-    return min(tries, MOST) if tries >= FEWEST else 0
+def climbed(
+    request: Request, program: Program, start: SimulatedPlan, work: Work
+) -> Iterator[SimulatedPlan]:
+    """Plans that fit, each faster than the one before and than `start`, if that fits; `program` is
+    that of the whole batch. Of graphs of which few plans could be simulated there are none.
+    """
+    each = max(1, sum(1 for _ in request.graph.flat()))
+    tries = OPERATORS // each
+    if tries >= FEWEST:
+        yield from Climb(request, program, start, work).run(tries)
 
 
 class Climb:
-    """Changes one plan; `best` is the one so far that costs least, `program` that of the whole
-    batch.
-    """
+    """Changes one plan; `best` is the one so far that costs least."""
 
     def __init__(
         self, request: Request, program: Program, start: SimulatedPlan, work: Work
@@ -104,12 +107,10 @@ class Climb:
         self.latest = self.homes
 
     def run(self, tries: int) -> Iterator[SimulatedPlan]:
-        """Try so many changes: plans that fit, each faster than the one before and than the first
-        one, if that fits.
-        """
+        """Try so many changes; what fits and is faster."""
         sites = len(self.program.operators) + len(self.program.weights)
         draft, left = self.draft(self.best.decisions), PATIENCE * sites
-        for _ in range(min(tries, PLANS * sites)):
+        for _ in range(min(tries, MOST, PLANS * sites)):
             left -= 1
             if left < 0:
                 break

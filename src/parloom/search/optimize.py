@@ -16,7 +16,7 @@ from parloom.ir.expected import Status
 from parloom.ir.mesh import Mesh
 from parloom.ir.plan import Decisions, one_stage
 from parloom.search.choices import Menu
-from parloom.search.climb import FEWEST, Climb, cost, tries_of
+from parloom.search.climb import climbed, cost
 from parloom.search.contexts import (
     Contexts,
     ContextSearch,
@@ -334,12 +334,12 @@ class Driver:
         self.best_ps = min([self.best_ps, *map(_fastest, self.every())])
 
     def _climb(self) -> None:
-        """Change the best plans, whatever a model says."""
-        limit, tries = self.request.limit_bytes, tries_of(self.request.graph)
-        for start, context, share in _starts(self.every(), limit, tries):
+        """Change the best plans, whatever a model says (see `_starts`)."""
+        limit = self.request.limit_bytes
+        for start, context in _starts(self.every(), limit).items():
             near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
             if near and self.steps.any_below(self.best_ps * (1 + SAME), self.looked):
-                self.climbed += _climbed(context, start, share)
+                self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
@@ -419,15 +419,13 @@ def _progress(context: ContextSearch, limit_bytes: int, best_ps: float) -> str:
     return f"mesh {sizes}{cut}: no estimate below {_seconds(bound)}; {best}"
 
 
-def _climbed(
-    context: ContextSearch, start: SimulatedCandidate, tries: int
-) -> Iterator[SimulatedPlan]:
+def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[SimulatedPlan]:
     """Plans of the same form that climbing finds from one."""
     form = form_of(context.layouts, start.candidate.values)
     own = RewrittenRequest(context.request, form.rewrites)
     program = program_of(own.request.graph, form.factored, own.request.pinned)
     plain = SimulatedPlan(replace(start.decisions, rewrites=()), start.prediction)
-    yield from map(own.as_asked, Climb(own.request, program, plain, context.work).run(tries))
+    yield from map(own.as_asked, climbed(own.request, program, plain, context.work))
 
 
 def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iterator[ContextSearch]:
@@ -449,21 +447,17 @@ def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iter
 
 
 def _starts(
-    looked: Sequence[ContextSearch], limit_bytes: int, tries: int
-) -> list[tuple[SimulatedCandidate, ContextSearch, int]]:
+    looked: Sequence[ContextSearch], limit_bytes: int
+) -> dict[SimulatedCandidate, ContextSearch]:
     """Where climbing begins: the best of all plans that were simulated, which would be better if it
-    held a little less or fits; the best that fits, with as many tries; and the best ones of other
-    forms, which have as many together. Each with its context.
+    held a little less or fits, and the best of each form that fits; with their contexts.
     """
     every = {found: context for context in looked for found in context.judged.values()}
     ranked = sorted(every, key=lambda found: cost(found, limit_bytes))
     fitting = [found for found in ranked if found.peak_bytes <= limit_bytes]
     forms = {found.decisions.rewrites: found for found in reversed(fitting)}
     starts = dict.fromkeys((*ranked[:1], *sorted(forms.values(), key=_step_ps)))
-    first = 1 + any(found.peak_bytes > limit_bytes for found in ranked[:1])
-    share = max(FEWEST, tries // max(1, len(starts) - first))
-    shares = [*[tries] * first, *[share] * (tries // share)] if tries else []
-    return [(start, every[start], own) for start, own in zip(starts, shares, strict=False)]
+    return {start: every[start] for start in starts}
 
 
 def _expected_ps(
