@@ -23,9 +23,9 @@ from parloom.rewrite.terms import calls_in, names_in
 from parloom.search.one_device import FunctionCosts
 
 MS = 1e9  # programs in milliseconds (of ps) are well scaled
-# Branches of the program, where they find a solution, and the share that is left open.
-BRANCHES, GAP = 200, 1e-4
-LATER = 1e-3
+# What a call comes after what it reads, in places of operators; and branches of the program, where
+# they find a solution, and the share that is left open.
+LATER, BRANCHES, GAP = 1e-3, 500, 1e-4
 # What of a call counts as chosen, and how often rows are added where classes need themselves.
 CHOSEN, ROUNDS = 1e-6, 50
 # The place of a call that the function has not.
@@ -331,15 +331,28 @@ class Extraction:
 
     def solve(self) -> Mapping[Class, int]:
         """The choice that makes each class, as far as one does."""
-        relaxed = replace(self.program, integers=[False] * len(self.program.integers))
-        for _ in range(ROUNDS):
-            if self._solved(relaxed)[1]:
-                break
+        self._tighten()
         taken, is_in_order = self._solved(self.program)
         if not is_in_order:
             self._add_times()
             taken, _ = self._solved(self.program)
         return taken
+
+    def _tighten(self) -> None:
+        """Add rows to the relaxation until what it chooses is in order, and keep those that bind:
+        others make branches slower.
+        """
+        relaxed = replace(self.program, integers=[False] * len(self.program.integers))
+        rows, first = self.program.rows, len(self.program.rows)
+        for _ in range(ROUNDS):
+            if self._solved(relaxed)[1]:
+                break
+        if len(rows) > first and (answer := relaxed.solve(GAP)) is not None:
+            values = answer.values
+            each = (
+                (row, sum(by * values[at] for at, by in row[0].items())) for row in rows[first:]
+            )
+            rows[first:] = [row for row, value in each if value - row[1] < CHOSEN]
 
     def _solved(self, program: LinearProgram) -> tuple[Mapping[Class, int], bool]:
         """The choice that makes each class, and whether all come one after the other."""
