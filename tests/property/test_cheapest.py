@@ -87,18 +87,32 @@ def test_nothing_is_cheaper_than_what_is_extracted(seed: int) -> None:
     assert (computed(made.main)["loss"] == computed(graph.main)["loss"]).all()
 
 
-def test_programs_are_told_of_time_where_classes_need_themselves(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("rounds", "name"), [(extraction.ROUNDS, "_add_support"), (0, "_add_times")]
+)
+def test_programs_are_told_where_classes_need_themselves(
+    rounds: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = list[int]()
-    add = extraction.Extraction._add_times
+    """By rows of support, and of time where these are not enough: here without any round of them,
+    which leaves functions of the same cost.
+    """
+    asked, costs = list[int](), list[list[int]]()
+    add = getattr(extraction.Extraction, name)
 
-    def counted(self: Extraction) -> None:
+    def counted(self: Extraction, *args: object) -> None:
         asked.append(1)
-        add(self)
+        add(self, *args)
 
-    monkeypatch.setattr(extraction.Extraction, "_add_times", counted)
-    for seed in SEEDS:
-        rng = Random(seed)
-        Extraction(*choices_of(random_graph(rng), rng)).solve()
+    with monkeypatch.context() as patched:
+        patched.setattr(extraction.Extraction, name, counted)
+        patched.setattr(extraction, "ROUNDS", rounds)
+        costs.append(list(map(cost_of, SEEDS)))
+    costs.append(list(map(cost_of, SEEDS)))
     assert asked
+    assert costs[0] == pytest.approx(costs[1], rel=SAME)
+
+
+def cost_of(seed: int) -> int:
+    rng = Random(seed)
+    choices, times = choices_of(random_graph(rng), rng)
+    return sum(times[at] for at in choices.used(Extraction(choices, times).solve()))
