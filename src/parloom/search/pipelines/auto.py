@@ -50,8 +50,8 @@ MERGED = 8
 # Splits that are simulated where all of them may be. Where a plan is known, the most promising ones
 # are looked at, so many times as many, and of many so many simulated in a row that are no better.
 EVERY, MANY, PATIENCE = 300, 2, 50
-# How far above the best plan closed forms of the first form of the graph may be for pipelines of
-# other forms to be looked for: those were at most a tenth less beside what one device saves.
+# How far above the best plan closed forms of the first form of the graph may be, less what a device
+# saves in another form, for pipelines of that one to be looked for.
 OTHERS = 0.3
 # More bytes than any device has.
 UNLIMITED = 1 << 60
