@@ -73,6 +73,30 @@ def of(module: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None) 
     return Model(graph, tensors, wide_batch)
 
 
+class Sums(nn.Module):
+    """Products that are added: with what is whole, subtracted, transposed and in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+        self.side, self.turned = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.shift = nn.Parameter(torch.randn(12))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift = torch.tanh(self.shift)
+        x = torch.tanh(x) * shift
+        total = x + (shift + self.down(torch.relu(self.up(x)))) - self.side(x) / 2
+        turned = self.turned(x).unflatten(1, (4, 3)).transpose(1, 2)
+        total = torch.add(total.unflatten(1, (3, 4)), turned, alpha=-2).flatten(1)
+        return (torch.tanh(total) - y).square().mean()
+
+
+def _sums() -> Built:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 12, 12, generator=generator)
+    return Sums(), {"x": x, "y": y}
+
+
 def _gpt2() -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -133,6 +157,7 @@ BUILDERS: dict[str, Callable[[], Built]] = {
     "dlrm": lambda: zoo.build(
         "dlrm", batch=12, tables=2, rows=24, width=12, hidden=24, dense=12, bag=2
     ),
+    "sums": _sums,
     "hf_gpt2": _gpt2,
     "hf_llama": _llama,
     "hf_mixtral": _mixtral,

@@ -27,7 +27,16 @@ from tests.equality import TOLERANCE
 torch.set_num_threads(1)
 
 Point = tuple[str, str, int, int]  # model, mesh, microbatches, seed
-SEEDS = {"mlp": 3, "dlrm": 3, "cnn": 3, "gpt": 2, "llama": 1, "hf_gpt2": 1, "hf_llama": 1}
+SEEDS = {
+    "mlp": 3,
+    "sums": 6,
+    "dlrm": 3,
+    "cnn": 3,
+    "gpt": 2,
+    "llama": 1,
+    "hf_gpt2": 1,
+    "hf_llama": 1,
+}
 POINTS: list[Point] = [
     (name, mesh, steps, seed)
     for name, count in SEEDS.items()
@@ -106,10 +115,13 @@ WRONG = {
     "reduce_scatter": "pad",
     "replicate": "identity",
     "elect": "identity",
+    "mask": "all_reduce",
+    "mask_varying": "identity",
+    "pad": "reduce_scatter",
     "all_to_all": "identity",
     "halo_exchange": "identity",
 }
-CHEAP = ("mlp", "dlrm", "cnn")
+CHEAP = ("mlp", "sums", "dlrm", "cnn")
 
 
 def rows(model: Model, decisions: Decisions) -> list[str]:

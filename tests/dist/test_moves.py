@@ -133,6 +133,14 @@ def _elect(x: Tensor, ctx: rt.Context, case: Case, backward: str) -> Tensor:
     return rt.elect(x, ctx, case.axes, backward)
 
 
+def _mask(x: Tensor, ctx: rt.Context, case: Case, backward: str) -> Tensor:
+    return rt.mask(x, ctx, case.axes, backward)
+
+
+def _pad(x: Tensor, ctx: rt.Context, case: Case, backward: str) -> Tensor:
+    return rt.pad(x, ctx, case.axes, case.dim, case.inner, backward)
+
+
 MOVES: dict[str, Move] = {
     "partition": _partition,
     "partition_varying": _partition,
@@ -143,6 +151,9 @@ MOVES: dict[str, Move] = {
     "reduce_scatter": _reduce_scatter,
     "replicate": _replicate,
     "elect": _elect,
+    "mask": _mask,
+    "mask_varying": _mask,
+    "pad": _pad,
 }
 
 

@@ -72,7 +72,7 @@ def random_graph(
 
 def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[str, ...]], ...]]:
     """All that a rule allows, the order of axes on one factor included."""
-    for factors in product((None, *rule.shardable), repeat=len(mesh.axes)):
+    for factors in product((None, *rule.assignable), repeat=len(mesh.axes)):
         used: dict[str, list[str]] = {}
         for axis, factor in zip(mesh.names, factors, strict=True):
             if factor is not None:

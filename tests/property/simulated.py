@@ -106,6 +106,12 @@ def apply(step: Step, forward: str, shards: Shards, mesh: Mesh) -> Shards:
             result[at] = split_digit(fold(values), step.dim, step.inner, size)[here]
         elif forward == "all_gather":
             result[at] = merge_digit(np.stack(values), step.dim, step.inner)
+        elif forward == "keep_first":
+            result[at] = mine if here == 0 else np.zeros_like(mine)
+        elif forward == "pad":
+            stack = np.zeros((size, *mine.shape), mine.dtype)
+            stack[here] = mine
+            result[at] = merge_digit(stack, step.dim, step.inner)
         else:
             assert forward == "all_to_all"
             got = [split_digit(v, *step.split, size)[here] for v in values]

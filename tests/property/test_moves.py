@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 
 from parloom.errors import LayoutError
 from parloom.ir.layout import Layout, Shard, check, describe, digits, fits, local_shape
-from parloom.ir.mesh import Mesh, grid
+from parloom.ir.mesh import Mesh, MeshAxis, grid
 from parloom.ir.moves import ADJOINTS, Step, plan_moves
+from parloom.ir.pcg import TIME
 from tests.examples import examples
 from tests.property.simulated import (
     Array,
     Shards,
     apply,
-    group,
-    merge_digit,
     scatter,
     take,
 )
@@ -55,10 +54,10 @@ def transitions(
     mesh = grid(draw(st.sampled_from(MESHES)))
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 4, 6, 12, 24]), min_size=1, max_size=3)))
     source = draw(layouts(shape, mesh, partial=True))
-    target = draw(layouts(shape, mesh, partial=False))
+    target = draw(layouts(shape, mesh, partial=True))
     free = [a for a in mesh.names if a not in source.axes + source.partial_axes]
     varying = tuple(draw(st.lists(st.sampled_from(free), unique=True))) if free else ()
-    free = [a for a in mesh.names if a not in target.axes]
+    free = [a for a in mesh.names if a not in target.axes + target.partial_axes]
     target_varying = tuple(draw(st.lists(st.sampled_from(free), unique=True))) if free else ()
     return shape, mesh, source, target, varying, target_varying
 
@@ -81,7 +80,7 @@ def test_moves_reach_the_target(transition: Transition, seed: int) -> None:
             if not step.result.partial:
                 assert np.array_equal(value, take(full, step.result, mesh, at))
     assert (steps[-1].result if steps else source) == target
-    for at, value in shards.items():
+    for at, value in _summed(shards, target, shape, mesh).items():
         assert np.array_equal(value, take(full, target, mesh, at))
 
 
@@ -103,11 +102,16 @@ def test_adjoints_reach_the_source_cotangent(transition: Transition, seed: int) 
         shards = _backward(step, ADJOINTS[step.row].backward, shards, mesh)
         assert all(v.shape == local_shape(before[index], shape, mesh) for v in shards.values())
     wanted = Layout(source.shards, tuple((a, "sum") for a in varying))
-    total = plan_moves(wanted, wanted.without(varying), shape, mesh, differentiable=False)
-    for step in total:
+    for at, value in _summed(shards, wanted, shape, mesh).items():
+        assert np.array_equal(value, take(full, wanted, mesh, at))
+
+
+def _summed(shards: Shards, layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> Shards:
+    """What partial sums come to."""
+    whole = layout.without(layout.partial_axes)
+    for step in plan_moves(layout, whole, shape, mesh, differentiable=False):
         shards = apply(step, ADJOINTS[step.row].forward, shards, mesh)
-    for at, value in shards.items():
-        assert np.array_equal(value, take(full, wanted.without(varying), mesh, at))
+    return shards
 
 
 def _backward(step: Step, primitive: str, shards: Shards, mesh: Mesh) -> Shards:
@@ -116,18 +120,6 @@ def _backward(step: Step, primitive: str, shards: Shards, mesh: Mesh) -> Shards:
             step, dim=step.split[0], inner=step.split[1], split=(step.dim, step.inner)
         )
         return apply(swapped, "all_to_all", shards, mesh)
-    if primitive in ("pad", "keep_first"):
-        result = {}
-        for at, value in shards.items():
-            members = group(mesh, step.axes, at)
-            here = members.index(at)
-            if primitive == "keep_first":
-                result[at] = value if here == 0 else np.zeros_like(value)
-            else:
-                stack = np.zeros((len(members), *value.shape), value.dtype)
-                stack[here] = value
-                result[at] = merge_digit(stack, step.dim, step.inner)
-        return result
     return apply(replace(step, reduction="sum"), primitive, shards, mesh)
 
 
@@ -147,6 +139,8 @@ def test_every_row_is_reached(row: str) -> None:
         "reduce": (part, whole, (), ()), "reduce_varying": (part, whole, (), ("x",)),
         "reduce_scatter": (part, split, (), ()), "replicate": (whole, whole, (), ("x",)),
         "elect": (whole, whole, ("x",), ()), "all_to_all": (split, other, (), ()),
+        "mask": (whole, part, (), ()), "mask_varying": (whole, part, ("x",), ()),
+        "pad": (split, part, (), ()),
     }  # fmt: skip
     source, target, varying, target_varying = cases[row]
     steps = plan_moves(
@@ -155,9 +149,11 @@ def test_every_row_is_reached(row: str) -> None:
     assert [s.row for s in steps] == [row]
 
 
-def test_a_whole_value_cannot_become_partial() -> None:
-    with pytest.raises(LayoutError, match="cannot be made partial"):
-        plan_moves(Layout(), Layout((), (("x", "sum"),)), (4,), grid({"x": 2}))
+def test_a_whole_value_is_no_part_of_a_maximum_or_of_microbatches() -> None:
+    timed = Mesh((MeshAxis(TIME, (), 2),))
+    for mesh, partial in ((grid({"x": 2}), ("x", "max")), (timed, (TIME, "sum"))):
+        with pytest.raises(LayoutError, match="cannot be made partial"):
+            plan_moves(Layout(), Layout((), (partial,)), (4,), mesh)
 
 
 def test_digits_and_description() -> None:

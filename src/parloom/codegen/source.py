@@ -405,7 +405,7 @@ def _movement(item: Movement) -> str:
     name = step.row.removesuffix("_varying")
     x = identifier(item.operand.name)
     parts = [x, "ctx", repr(step.axes)]
-    if name in ("partition", "combine", "reduce_scatter"):
+    if name in ("partition", "combine", "reduce_scatter", "pad"):
         parts += [f"dim={step.dim}", f"inner={step.inner}"]
     elif name == "all_to_all":
         parts += [f"gather={(step.dim, step.inner)!r}", f"split={step.split!r}"]

@@ -126,7 +126,7 @@ def _assignments(
     is left.
     """
     rule, axis = operator.rule, mesh.axes[-1]
-    alone = [place[0] for place in operator.rule.places if len(place) == 1]
+    alone = [p[0] for p in rule.places if len(p) == 1 and p[0] in rule.shardable]
     found: list[Chosen] = [
         {**before, factor: (*before.get(factor, ()), axis.name)}
         for factor in alone

@@ -18,7 +18,7 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
     """An operator of a lowered program as one rank of `mesh` runs it, border rows included."""
     op = op_of(item.node)
     site = Site(item.node, tuple(v.spec for v in item.operands))
-    axes = {a for _, assigned in item.assignment for a in assigned}
+    axes = item.rule.split_axes(dict(item.assignment))
     saved = saved_by(item)
     if item.node.op in (LINEARS, CONVS):
         return _one_product(item, mesh)
@@ -30,7 +30,7 @@ def local_operator(item: Compute, mesh: Mesh) -> LocalOperator:
         tuple(a for a in arguments if not isinstance(a, Ref)),
         blocks_of(item, site, mesh),
         item.node.op == ATTENTION and bool(site.arg(4, "dropout_p", 0.0)),
-        op.flops(site, item.rule) / mesh.size(tuple(sorted(axes))),
+        op.flops(site, item.rule) / mesh.size(axes),
         op.backward_ratio,
         tuple(i for i, v in enumerate(item.operands) if v.differentiable)
         if any(v.differentiable for v in item.results)

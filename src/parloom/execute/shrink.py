@@ -227,8 +227,7 @@ def examine(plan: Plan) -> Big:
             continue
         sizes = dict(factored.rule(flat.function, flat.node).sizes)
         for factor, axes in node.factors:
-            if factor in sizes and axes:
-                size = sizes[factor]
+            if axes and (size := sizes.get(factor, 0)):  # any number of partial sums is legal
                 divisors[size] = lcm(divisors.get(size, 1), stages.size(node.key, axes))
     needs = Needs(divisors, 2, len(stages.microbatches), apart=decisions.accumulates)
     big = Big(plan, stages, factored, nodes, needs)
@@ -415,7 +414,7 @@ def _misfit(big: Big, node: NodeDecision, factored: Factored, small: FlatNode | 
     for factor, axes in node.factors:
         if not axes:
             continue
-        if factor not in new.shardable or _place(old, factor) != _place(new, factor):
+        if factor not in new.assignable or _place(old, factor) != _place(new, factor):
             return f"the copy has no factor {factor} there"
         size = big.stages.size(node.key, axes)
         if new.size(factor) % size:

@@ -17,6 +17,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.ops.cuts import KnownCuts, NodeCuts, extend, parts, units
 from parloom.ir.ops.rule import HALO, RING, WHOLE
+from parloom.ir.sums import summing
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ def factorize(graph: Graph) -> Factored:
         carriers += (*own, *reversed(own))
     known.settle(carriers)
     rules = {key: node.refined(known) for key, node in nodes.items()}
+    for function in functions.values():
+        own_rules = {key: rule for (name, key), rule in rules.items() if name == function.name}
+        for key in summing(graph, function, own_rules):
+            rules[function.name, key] = own_rules[key].with_sums()
     return Factored(graph, rules)
 
 

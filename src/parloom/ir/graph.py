@@ -224,6 +224,14 @@ class Graph:
         return {i.target: i.samples for i in self.inputs if i.samples is not None}
 
     @property
+    def ends(self) -> tuple[str, ...]:
+        """The values of main that are read outside of it: outputs, updates, the loss, and what
+        leaves the stage.
+        """
+        named = (value for _, value in (*self.outputs, *self.updates))
+        return (*named, *self.leaving, *([self.loss] if self.loss else []))
+
+    @property
     def buffer_updates(self) -> tuple[tuple[str, str], ...]:
         """Those of the updates that are of buffers."""
         caches = {entry.target for entry in self.of_kind(CACHE)}

@@ -129,7 +129,8 @@ class Body:
         operands = []
         for index, value in enumerate(sources):
             layout = rule.operand_layout(index, assignment, self.mesh)
-            layout = Layout(layout.shards, tuple(p for p in kept if self.unsummed(value, p[0])))
+            passed = tuple(p for p in kept if self.unsummed(value, p[0]))
+            layout = Layout(layout.shards, (*layout.partial, *passed))
             carried = (a for a, _ in kept if a != TIME and a not in layout.partial_axes)
             states = (*rule.varying(index, assignment), *varying, *carried)
             operands.append(self.move(value, layout, states, gradient=op.differentiable))

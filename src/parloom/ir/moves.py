@@ -51,6 +51,9 @@ ADJOINTS: dict[str, Adjoint] = {
     "reduce_scatter": Adjoint("reduce_scatter", "all_gather", ("P", "S"), ("S", "R")),
     "replicate": Adjoint("identity", "all_reduce", ("R", "R"), ("P", "R")),
     "elect": Adjoint("identity", "keep_first", ("R", "R"), ("R", "P")),
+    "mask": Adjoint("keep_first", "identity", ("R", "P"), ("R", "R")),
+    "mask_varying": Adjoint("keep_first", "keep_first", ("R", "P"), ("R", "P")),
+    "pad": Adjoint("pad", "slice", ("S", "P"), ("R", "S")),
     "all_to_all": Adjoint("all_to_all", "all_to_all", ("S", "S"), ("S", "S")),
     "halo_exchange": Adjoint("halo_exchange", "halo_add", ("S", "S"), ("S", "S")),
 }
@@ -102,8 +105,9 @@ def plan_moves(
     """The movements that turn `source` into `target` for a tensor of global `shape`.
 
     Volume shrinks first and grows last: slices, reduce_scatters and all_to_alls before reductions,
-    gathers at the end. `*_varying` name the replicated axes whose cotangent is partial on either
-    side. Raises `LayoutError` where the target asks for a partial value that the source is not.
+    gathers at the end, and behind them what is made partial. `*_varying` name the replicated axes
+    whose cotangent is partial on either side. Raises `LayoutError` where the target asks for parts
+    of a sum over microbatches, or of a maximum or minimum, that the source has not.
     """
     if not differentiable:
         source_varying = target_varying = ()
@@ -126,11 +130,13 @@ class _Planner:
         self.varying, self.target_varying = frozenset(varying), frozenset(target_varying)
         self.steps: list[Step] = []
         for axis, reduction in target.partial:
-            if (axis, reduction) not in source.partial:
+            there = (axis, reduction) in source.partial
+            if not there and (reduction != "sum" or mesh[axis].steps):
                 raise LayoutError(f"a value that is whole over {axis!r} cannot be made partial")
 
     def run(self) -> tuple[Step, ...]:
-        while self._shrink() or self._reduce() or self._replicate() or self._gather():
+        plans = self._shrink, self._reduce, self._replicate, self._gather, self._make_partial
+        while any(plan() for plan in plans):
             pass
         return tuple(self.steps)
 
@@ -215,8 +221,8 @@ class _Planner:
         whole = [
             a
             for a in self.mesh.names
-            if self.layout.shard(a) is None and a not in self.layout.partial_axes
-            and self.target.shard(a) is None
+            if self.layout.shard(a) is None and self.target.shard(a) is None
+            and a not in (*self.layout.partial_axes, *self.target.partial_axes)
         ]  # fmt: skip
         wrong = [a for a in whole if (a in self.varying) != (a in self.target_varying)]
         if not wrong:
@@ -227,7 +233,8 @@ class _Planner:
 
     def _gather(self) -> bool:
         """Gather one misplaced shard, with the adjacent outer ones that are misplaced alike."""
-        wrong = [s for s in self.layout.shards if self._misplaced(s.axis)]
+        summed = self.target.partial_axes
+        wrong = [s for s in self.layout.shards if self._misplaced(s.axis) and s.axis not in summed]
         if not wrong:
             return False
         last = wrong[-1]
@@ -249,3 +256,18 @@ class _Planner:
             dim=last.dim,
             inner=inner_size(self.layout, last.dim, last.stride, self.mesh),
         )
+
+    def _make_partial(self) -> bool:
+        """Make a value a partial sum over one axis: its shard between zeros, or what is whole on
+        the first rank alone.
+        """
+        left = [a for a in self.target.partial_axes if a not in self.layout.partial_axes]
+        if not left:
+            return False
+        axis, have = left[0], self.layout.shard(left[0])
+        rest = self.layout.without((axis,))
+        partial = Layout(rest.shards, (*rest.partial, (axis, "sum")))
+        if have is None:
+            return self._emit("keep_first", (axis,), partial)
+        inner = inner_size(self.layout, have.dim, have.stride, self.mesh)
+        return self._emit("pad", (axis,), partial, dim=have.dim, inner=inner)

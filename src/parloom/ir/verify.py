@@ -400,9 +400,9 @@ def _rules_hold(pcg: PCG) -> Problems:
             chosen = dict(item.assignment)
             for index, value in enumerate(item.operands):
                 want = item.rule.operand_layout(index, chosen, pcg.mesh)
-                whole = not value.spec.shape or not _space(value.layout.partial)
-                whole |= _carried(item) and index == 0
-                if value.layout.shards != want.shards or not whole:
+                as_wanted = _space(value.layout.partial) == want.partial
+                as_wanted |= not value.spec.shape or (_carried(item) and index == 0)
+                if value.layout.shards != want.shards or not as_wanted:
                     yield f"{function.name}: {item.node.key} reads {value.name!r} laid out wrongly"
             for index, value in enumerate(item.results):
                 want = item.rule.result_layout(index, chosen, pcg.mesh)

@@ -102,7 +102,7 @@ class Naming:
         found = {
             factor: self._name(flat, factor, made.get(factor), carried, of_parameter)
             for factor, _ in rule.sizes
-        }
+        } | dict.fromkeys(rule.sums, "partial sums")
         for name, dims in zip(flat.results, rule.results, strict=True):
             for dim, factor, unit in _digits(rule, dims):
                 what = found[factor] if factor in made else carried.get(factor, "")

@@ -48,7 +48,7 @@ class Body:
         self.classes: dict[str, Class] = {}
         # The item that makes a value, by its place; inputs come before all.
         self.places: dict[str, int] = {}
-        self._own: list[Key] = []
+        self._own: dict[str, Key] = {}
         self._inputs: set[str] = set()
         for value in function.inputs:
             self._given(value.name, -1)
@@ -81,7 +81,16 @@ class Body:
     @property
     def own_calls(self) -> set[tuple[str, tuple[Any, ...]]]:
         """The calls of the function, of the classes that there are now."""
-        return {(op, self.graph.renewed(args)) for op, args, _ in self._own}
+        return {(op, self.graph.renewed(args)) for op, args, _ in self._own.values()}
+
+    def call_of(self, value: str) -> tuple[str, tuple[Any, ...]] | None:
+        """The call of the function that makes a value, of the classes that there are now; None
+        where nothing is said of it.
+        """
+        if value not in self._own:
+            return None
+        op, args, _ = self._own[value]
+        return op, self.graph.renewed(args)
 
     def _given(self, name: str, place: int) -> None:
         self.classes[name] = self.graph.input(name, self.specs[name].shape)
@@ -103,7 +112,7 @@ class Body:
                 call = calls[index]
                 assert isinstance(call, Term)
                 renewed = tuple(self.graph.add(arg, self.classes, {}) for arg in call.args)
-                self._own.append((call.op, renewed, call.result or 0))
+                self._own[value.name] = call.op, renewed, call.result or 0
             else:
                 self._given(value.name, place)
 

@@ -77,11 +77,8 @@ def parse_take(text: str) -> Take | None:
 
 def ends_of(graph: Graph, function: Function) -> frozenset[str]:
     """The values of a function that are read outside of it."""
-    ends = set(function.outputs)
-    if function.name == graph.main.name:
-        ends |= {*graph.leaving, *(name for _, name in (*graph.outputs, *graph.updates))}
-        ends |= {graph.loss} if graph.loss is not None else set()
-    return frozenset(ends)
+    is_main = function.name == graph.main.name
+    return frozenset((*function.outputs, *(graph.ends if is_main else ())))
 
 
 def with_takes(graph: Graph, takes: Sequence[Take]) -> Graph:

@@ -340,6 +340,20 @@ def elect(x: Tensor, ctx: Context, axes: tuple[str, ...], backward: str = "keep_
     return x if group.size == 1 else _move(x, group, "identity", Place(), backward)
 
 
+def mask(x: Tensor, ctx: Context, axes: tuple[str, ...], backward: str = "identity") -> Tensor:
+    """Replicated -> partial: zeros but on the first rank. Backward: `identity` or `keep_first`."""
+    group = ctx.group(axes)
+    return x if group.size == 1 else _move(x, group, "keep_first", Place(), backward)
+
+
+def pad(
+    x: Tensor, ctx: Context, axes: tuple[str, ...], dim: int, inner: int, backward: str = "slice"
+) -> Tensor:
+    """Sharded -> partial: this rank's digit between zeros."""
+    group = ctx.group(axes)
+    return x if group.size == 1 else _move(x, group, "pad", Place(dim, inner), backward)
+
+
 def all_to_all(
     x: Tensor,
     ctx: Context,

@@ -226,7 +226,7 @@ class _Layouts:
 
     def __init__(self, rule: Rule, mesh: Mesh) -> None:
         self.rule, self.mesh = rule, mesh
-        self.factors = [[f for dim in dims for f in dim] for dims in rule.operands]
+        self.factors = [[*(f for dim in dims for f in dim), *rule.sums] for dims in rule.operands]
         self.known: dict[tuple[int, tuple[Axes, ...]], Layout] = {}
 
     def operand(self, index: int, chosen: dict[str, Axes]) -> Layout:

@@ -129,7 +129,7 @@ def _reasons(pin: Pin, rule: Rule, mesh: Mesh) -> Iterator[str]:
             continue
         factors = ", ".join(
             f"{factor} is {rule.size(factor)}"
-            + ("" if factor in rule.shardable else " and never split")
+            + ("" if factor in rule.assignable else " and never split")
             for factor in term.factors(rule)
         )
         yield f"{factors}, {what} {size} device{'s' if size > 1 else ''} ({sizes_of(mesh)})"

@@ -1,9 +1,10 @@
 """The cheapest function in an e-graph, by an integer program (Tensat: Yang et al., MLSys'21,
 section 5.1).
 
-A call that is chosen needs a chosen call in each class that it reads. Operators of the function
-stay in their order, and no class needs itself: where a solution has some that do, a row asks for
-calls that make one of them of others. Calls that are fused are one choice.
+A call that is chosen needs a chosen call in each class that it reads, and no class needs itself:
+where a solution has some that do, a row asks for calls that make one of them of others. What
+operators of the function read is there before their places, so that random ones stay in their
+order. Calls that are fused are one choice.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,10 @@ CHOSEN, ROUNDS = 1e-6, 50
 # The place of a call that the function has not.
 ANY = -1
 Item = Node | Call
+Lacking = list[tuple[int | None, set[Class]]]
+"""Items that come before what they read, or None for what is needed at the end, with classes that
+chosen calls make of one another alone until then.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class Choices:
         self.needed = tuple(dict.fromkeys(map(body.class_of, named)))
         self.asked = {name for name in named if len(values[body.class_of(name)]) > 1}
         self.read = {name for item in self.items for name in _read(item)} | set(ends)
-        chosen = ((at, self._own(item, at)) for at, item in enumerate(self.items))
-        self.every = [own for _, own in chosen if own is not None]
+        self.every: list[Choice] = []
+        self._add_items()
         self._add_calls()
         self._add_fused(fused)
 
@@ -152,15 +157,19 @@ class Choices:
                 left += self.every[taken[one]].reads
         return found
 
-    def _own(self, item: Item, place: int) -> Choice | None:
-        """An item of the function, of equal ones the first unless more are asked for."""
-        names = {value.name for value in item.results}
-        makes = tuple(self.body.class_of(value.name) for value in item.results)
-        asked = self.is_opaque(item) or names.isdisjoint(self.read)
-        asked = asked or not names.isdisjoint(self.asked)
-        if not asked and not any(self.name[one] in names for one in makes):
-            return None
-        return Choice(item, tuple(map(self.body.class_of, _read(item))), makes, place, asked)
+    def _add_items(self) -> None:
+        """The items of the function, of the same calls the first unless more are asked for."""
+        calls = set[object]()
+        for place, item in enumerate(self.items):
+            names = {value.name for value in item.results}
+            makes = tuple(self.body.class_of(value.name) for value in item.results)
+            asked = self.is_opaque(item) or names.isdisjoint(self.read)
+            asked = asked or not names.isdisjoint(self.asked)
+            call = self.body.call_of(item.results[0].name)
+            if asked or call not in calls:
+                reads = tuple(map(self.body.class_of, _read(item)))
+                self.every.append(Choice(item, reads, makes, place, asked))
+            calls.add(call)
 
     def _add_calls(self) -> None:
         """The calls that the function has not, as operators of one value of each class."""
@@ -218,7 +227,7 @@ def dominated(choices: Choices, times: Sequence[float]) -> set[int]:
     for at in sorted(calls, key=rank):
         own = choices.every[at]
         reads, known = frozenset(own.reads), kept.setdefault(own.makes, [])
-        if not reads.isdisjoint(own.makes) or any(other <= reads for other in known):
+        if reads.issuperset(filter(None, own.makes)) or any(other <= reads for other in known):
             found.add(at)
         else:
             known.append(reads)
@@ -237,12 +246,9 @@ class Order:
 
     def of(
         self, chosen: Iterable[int], needed: Collection[Class]
-    ) -> tuple[Mapping[Class, int], list[tuple[int | None, set[Class]]]]:
-        """The choice that makes each class first; and items that come before what they read, or
-        None for what is needed at the end, with classes that chosen calls make of one another alone
-        until then.
-        """
-        taken, lacking = dict[Class, int](), list[tuple[int | None, set[Class]]]()
+    ) -> tuple[Mapping[Class, int], Lacking]:
+        """The choice that makes each class first; and what is lacking at its place."""
+        taken, lacking = dict[Class, int](), Lacking()
         left, items = list[int](), list[int]()
         for at in chosen:
             (left if self.every[at].place == ANY else items).append(at)
@@ -280,6 +286,7 @@ class Extraction:
 
     def __init__(self, choices: Choices, times: Sequence[float]) -> None:
         self.choices, self.every, self.given = choices, choices.every, choices.given
+        self.times = times
         self.left_out = dominated(choices, times)
         self.last = float(len(choices.items))
         self.program = LinearProgram()
@@ -332,11 +339,17 @@ class Extraction:
     def solve(self) -> Mapping[Class, int]:
         """The choice that makes each class, as far as one does."""
         self._tighten()
-        taken, is_in_order = self._solved(self.program)
-        if not is_in_order:
+        taken, lacking = self._solved(self.program)
+        if lacking:
+            self._add_support(lacking)
             self._add_times()
-            taken, _ = self._solved(self.program)
-        return taken
+            taken, lacking = self._solved(self.program)
+            assert not lacking, "places in time leave all in order"
+        items = [at for at, own in enumerate(self.every) if own.place != ANY]
+        return min((taken, self.order.of(items, self.needed)[0]), key=self._cost)
+
+    def _cost(self, taken: Mapping[Class, int]) -> float:
+        return sum(self.times[at] for at in self.choices.used(taken))
 
     def _tighten(self) -> None:
         """Add rows to the relaxation until what it chooses is in order, and keep those that bind:
@@ -345,8 +358,10 @@ class Extraction:
         relaxed = replace(self.program, integers=[False] * len(self.program.integers))
         rows, first = self.program.rows, len(self.program.rows)
         for _ in range(ROUNDS):
-            if self._solved(relaxed)[1]:
+            _, lacking = self._solved(relaxed)
+            if not lacking:
                 break
+            self._add_support(lacking)  # to `rows`, which both programs have
         if len(rows) > first and (answer := relaxed.solve(GAP)) is not None:
             values = answer.values
             each = (
@@ -354,32 +369,30 @@ class Extraction:
             )
             rows[first:] = [row for row, value in each if value - row[1] < CHOSEN]
 
-    def _solved(self, program: LinearProgram) -> tuple[Mapping[Class, int], bool]:
-        """The choice that makes each class, and whether all come one after the other."""
+    def _solved(self, program: LinearProgram) -> tuple[Mapping[Class, int], Lacking]:
+        """The choice that makes each class, and what does not come one after the other."""
         answer = program.solve(GAP, enough_nodes=BRANCHES)
         assert answer is not None, "the function itself is a solution"
         some = (at for at, column in enumerate(self.chosen) if answer.values[column] > CHOSEN)
-        taken, lacking = self.order.of(some, self.needed)
-        for at, lacked in lacking:
-            self._add_support(at, lacked)
-        return taken, not lacking
+        return self.order.of(some, self.needed)
 
-    def _add_support(self, at: int | None, lacked: Collection[Class]) -> None:
-        """A row that asks for a call that makes one of these classes of others, before the place of
-        an item that reads one, or else at all (loop formulas: Lin and Zhao, Artificial Intelligence
-        157, 2004).
+    def _add_support(self, lacking: Lacking) -> None:
+        """Rows that each ask for a call that makes one of some classes of others, before the place
+        of an item that reads one, or else at all (loop formulas: Lin and Zhao, Artificial
+        Intelligence 157, 2004).
         """
-        place = inf if at is None else self.every[at].place
-        row = {
-            column: 1.0
-            for one in lacked
-            for other, column in self.makers.get(one, {}).items()
-            if self.every[other].place < place and self.reads[other].isdisjoint(lacked)
-        }
-        if at is None:
-            self.program.row(row, 1.0)
-        else:
-            self.program.row({**row, self.chosen[at]: -1.0}, 0.0)
+        for at, lacked in lacking:
+            place = inf if at is None else self.every[at].place
+            row = {
+                column: 1.0
+                for one in lacked
+                for other, column in self.makers.get(one, {}).items()
+                if self.every[other].place < place and self.reads[other].isdisjoint(lacked)
+            }
+            if at is None:
+                self.program.row(row, 1.0)
+            else:
+                self.program.row({**row, self.chosen[at]: -1.0}, 0.0)
 
     def _add_pairs(self) -> None:
         """Two calls of which each makes what the other reads are not both chosen."""

@@ -269,7 +269,7 @@ class Driver:
         """
         context = self.on[mesh.num_ranks].search(program, mesh, count, menus)
         self.looked.append(context)
-        context.columns.minimizer.part = self.part
+        context.columns.minimizer.part = self.part or None  # none was better: elsewhere one may be
         free = self.duals.with_byte(0.0)
         for duals in dict.fromkeys((free, self.duals)):
             context.columns.prove(duals, ROUGH, climbs=False)

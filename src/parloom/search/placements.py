@@ -72,7 +72,9 @@ def fastest_places(
 def _fastest_places(
     mesh: Mesh, cluster: Cluster, pattern: str, axes: tuple[str, ...]
 ) -> tuple[Mesh, ...]:
-    if not on_torus(mesh, cluster) or mesh.size(axes) < 2:
+    if mesh.size(axes) < 2:  # nothing is sent
+        return (mesh,)
+    if not on_torus(mesh, cluster):
         return placements(mesh, cluster, ((pattern, axes),))
     ranks = groups_of(Mesh(mesh.axes), axes)
     found = [mesh]

@@ -166,7 +166,8 @@ def best_placed(
 
 def placed(request: Request, searched: Searched) -> Searched:
     """What was searched `anywhere`, as it lies: of each size of the axes and number of stages and
-    of microbatches the fastest plan, as far as any placement of it may be faster than the best.
+    of microbatches the fastest plan, as far as any placement of it may be faster than the best. One
+    that is not placed yet when that is stopped lies by default.
     """
     looked: set[object] = set()
     sizes: set[int] = set()
@@ -181,10 +182,14 @@ def placed(request: Request, searched: Searched) -> Searched:
             if kind not in looked and (len(looked) < LOGICAL or own.num_ranks not in sizes):
                 looked.add(kind)
                 sizes.add(own.num_ranks)
-                laid.append(as_placed(request, plan, best_ps))
+                laid.append(_laid_by_default(request, plan))
+                if plan.step_ps < best_ps:
+                    laid[-1] = place(request, laid[-1], best_ps).plan
                 best_ps = min(best_ps, laid[-1].step_ps)
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
+        fastest = min(searched.proposals, key=rank)
+        laid = laid or [_laid_by_default(request, fastest)]
     small = searched.smallest
     return replace(
         searched,
@@ -196,8 +201,12 @@ def placed(request: Request, searched: Searched) -> Searched:
 
 def as_placed(request: Request, plan: SimulatedPlan, best_ps: float = inf) -> SimulatedPlan:
     """A plan that was searched `anywhere` where it is fastest; see `place`."""
-    there = replace(plan, prediction=_by_default(request, plan.decisions))
+    there = _laid_by_default(request, plan)
     return place(request, there, best_ps).plan if plan.step_ps < best_ps else there
+
+
+def _laid_by_default(request: Request, plan: SimulatedPlan) -> SimulatedPlan:
+    return replace(plan, prediction=_by_default(request, plan.decisions))
 
 
 def _by_default(request: Request, decisions: Decisions) -> Prediction:

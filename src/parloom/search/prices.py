@@ -92,7 +92,7 @@ class Prices:
             local_shape(state.layout, spec.shape, self.mesh)
             for state, spec in zip(states, specs, strict=True)
         )
-        return shapes, self.mesh.size(choice.used)
+        return shapes, self.mesh.size(operator.rule.split_axes(dict(choice.assignment)))
 
     def alone(self, operator: Operator, choice: Choice, flags: Flags) -> Price:
         """The same of an operator that need not be one of the program."""

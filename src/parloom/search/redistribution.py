@@ -28,6 +28,7 @@ SUM = REDUCTIONS.index("sum")
 # Indices of rows of `ADJOINTS`, and which of them leave their axes varying.
 ROWS: Mapping[str, int] = MappingProxyType({name: i for i, name in enumerate(ADJOINTS)})
 VARIES = np.array([row.after == VARYING for row in ADJOINTS.values()])
+KINDS = np.array(["RPS".index(row.after[0]) for row in ADJOINTS.values()])
 # Pairs whose chains are followed at once: arrays of some megabytes each.
 AT_ONCE = 200_000
 DIM = np.int64(1) << 40  # above every stride
@@ -182,7 +183,8 @@ class _Chains:
         self.shape = np.concatenate(shapes)
         now, target = self.now, self.target
         stays = (now.kind == PARTIAL) & (now.reduction == target.reduction)
-        self.legal = ~((target.kind == PARTIAL) & ~stays).any(axis=1)
+        summed = stays | (target.reduction == SUM)
+        self.legal = ~((target.kind == PARTIAL) & ~summed).any(axis=1)
         self.bytes = whole // np.where(now.kind == SPLIT, self.sizes, 1).prod(axis=1)
 
     def moved(self) -> Iterator[_Movements]:
@@ -190,7 +192,7 @@ class _Chains:
         left = np.flatnonzero(self.legal & self.counts)
         while True:
             step = _Step(self, left)
-            for plan in (step.shrink, step.reduce, step.replicate, step.gather):
+            for plan in (step.shrink, step.reduce, step.replicate, step.gather, step.make_partial):
                 plan()
             left = left[step.row >= 0]
             if not len(left):
@@ -204,7 +206,9 @@ class _Chains:
         before = self.bytes[pairs]
         shrinks = moved & step.places[moves][:, None]
         now, target = self.now, self.target
-        now.kind[pairs] = np.where(moved, np.where(shrinks, SPLIT, WHOLE), now.kind[pairs])
+        kinds = KINDS[row][:, None]
+        now.kind[pairs] = np.where(moved, kinds, now.kind[pairs])
+        now.reduction[pairs] = np.where(moved & (kinds == PARTIAL), SUM, now.reduction[pairs])
         now.dim[pairs] = np.where(shrinks, target.dim[pairs], now.dim[pairs])
         now.stride[pairs] = np.where(shrinks, target.stride[pairs], now.stride[pairs])
         now.varies[pairs] = np.where(moved, VARIES[row][:, None], now.varies[pairs])
@@ -287,7 +291,7 @@ class _Step:
     def replicate(self) -> None:
         """Adapt the cotangents of axes that are whole on both sides."""
         now, target = self.now, self.target
-        wrong = (now.kind == WHOLE) & (target.kind != SPLIT) & (now.varies != target.varies)
+        wrong = (now.kind == WHOLE) & (target.kind == WHOLE) & (now.varies != target.varies)
         wrong &= self.open[:, None]
         vary = (wrong & target.varies).any(axis=1)
         wrong &= target.varies == vary[:, None]
@@ -296,7 +300,7 @@ class _Step:
     def gather(self) -> None:
         """Gather the innermost misplaced shard, with the adjacent outer ones misplaced alike."""
         now, target = self.now, self.target
-        wrong = self.misplaced & self.open[:, None]
+        wrong = self.misplaced & (target.kind != PARTIAL) & self.open[:, None]
         place = np.where(wrong, now.place(), -np.inf)
         order = np.argsort(-place, axis=1, kind="stable").T
         last = self.every, order[0]
@@ -313,6 +317,18 @@ class _Step:
         row = np.where(target.varies[last], ROWS["combine_varying"], ROWS["combine"])
         self._take(moved, row)
         self.after *= np.where(moved, self.sizes, 1).prod(axis=1)
+
+    def make_partial(self) -> None:
+        """Make one axis partial: its shard between zeros, or what is whole on the first rank."""
+        now, target = self.now, self.target
+        wanted = (target.kind == PARTIAL) & (now.kind != PARTIAL) & self.open[:, None]
+        first = self.every, self.by_name[np.argmax(wanted[:, self.by_name], axis=1)]
+        split = now.kind[first] == SPLIT
+        masks = np.where(now.varies[first], ROWS["mask_varying"], ROWS["mask"])
+        moved = np.zeros_like(wanted)
+        moved[first] = wanted[first]
+        self._take(moved, np.where(split, ROWS["pad"], masks))
+        self.after *= np.where(moved & (now.kind == SPLIT), self.sizes, 1).prod(axis=1)
 
     def _take(self, moved: Bools, row: Ints) -> None:
         """These axes move by these rows, where any moves."""

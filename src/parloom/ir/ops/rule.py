@@ -8,7 +8,7 @@ Unity's operators are instances.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -26,6 +26,7 @@ OFFSET = "offset"  # sharded; the local code needs the global index of its eleme
 LOCAL = "local"  # sharded by expanding the operator into simpler ones
 HALO = "halo"  # sharded after an exchange of border rows with the neighbors
 RING = "ring"  # its blocks go around the axes that are on the first factor of its route, too
+SUMS = "sums"  # of no tensor, of any size: over its axes operands and results are partial sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,31 @@ class Rule:
         """The factors that one axis may be on, sorted by name: none, one, or both of a route."""
         single = [f for f in self.shardable if self.kind(f) != RING]
         routes = (tuple(sorted(pair)) for pair in self.routes if {*pair} <= {*self.shardable})
-        return ((), *((f,) for f in single), *routes)
+        return ((), *((f,) for f in single), *routes, *((f,) for f in self.sums))
+
+    @cached_property
+    def assignable(self) -> tuple[str, ...]:
+        """Factors that an axis may be put on, that of partial sums among them."""
+        return (*self.shardable, *self.sums)
+
+    @cached_property
+    def sums(self) -> tuple[str, ...]:
+        """The factor of `SUMS`, of a rule that has it (`with_sums`)."""
+        return tuple(f for f, kind in self.kinds if kind == SUMS)
+
+    def with_sums(self) -> "Rule":
+        """The rule of a linear operator that may compute parts of sums: their sum is its result."""
+        return replace(self, sizes=(*self.sizes, (SUMS, 0)), kinds=(*self.kinds, (SUMS, SUMS)))
+
+    def split_axes(self, assignment: Assignment) -> tuple[str, ...]:
+        """The axes of an assignment that split the work, sorted by name."""
+        return tuple(
+            sorted({a for f, axes in assignment.items() if f not in self.sums for a in axes})
+        )
+
+    def summed_axes(self, assignment: Assignment) -> tuple[str, ...]:
+        """The axes over which operands are partial sums."""
+        return tuple(a for f in self.sums for a in assignment.get(f, ()))
 
     def routed(self, assignment: Assignment, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the operator moves rows: those on both factors of a route."""
@@ -138,7 +163,7 @@ class Rule:
         used: list[str] = []
         routed = self.routed(assignment, mesh)
         for factor, axes in assignment.items():
-            if factor not in self.shardable:
+            if factor not in self.assignable:
                 names = ", ".join(self.shardable) or "none"
                 raise LayoutError(
                     f"{where}: factor {factor!r} cannot be sharded; there is: {names}"
@@ -161,7 +186,8 @@ class Rule:
 
     def operand_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
         """The layout that operand `index` must have."""
-        return Layout(_shards(self, self.operands[index], assignment, mesh, 0))
+        partial = tuple((axis, "sum") for axis in self.summed_axes(assignment))
+        return Layout(_shards(self, self.operands[index], assignment, mesh, 0), partial)
 
     def result_layout(self, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
         """The layout that result `index` comes out with."""
@@ -171,11 +197,13 @@ class Rule:
 
     def varying(self, index: int, assignment: Assignment) -> tuple[str, ...]:
         """Axes over which the gradient of operand `index` leaves the operator partial."""
-        return _missing(self.operands[index], assignment)
+        summed = self.summed_axes(assignment)
+        return tuple(a for a in _missing(self.operands[index], assignment) if a not in summed)
 
     def contracted(self, index: int, assignment: Assignment) -> tuple[str, ...]:
         """Axes over which results are partial sums in which operand `index` counts once."""
         have = {f for dims in (*self.results, self.operands[index]) for dim in dims for f in dim}
+        have.update(self.sums)
         return tuple(a for f, axes in assignment.items() if f not in have for a in axes)
 
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> "Rule":

@@ -64,7 +64,7 @@ class Minimizer:
     ) -> tuple[float, Values]:
         """A bound on all solutions under `prices`, and one that is within `tolerance` of it, or
         the best that was found; none where none is legal. Where it `climbs` not, no parts are
-        looked for: that raises no bound.
+        looked for, without whose solutions fewer options are ruled out: the bound may be lower.
         """
         _, found, priced = self._priced(prices)
         if found.constant == inf:
@@ -121,7 +121,9 @@ class Minimizer:
         """A bound and a solution of what is left."""
         pruning, before = self._pruning(found), -inf
         if self.parts is not None and not self.like:
-            self.like = self._of_part(self.part or frozenset(), found, tolerance)
+            parts = dict.fromkeys((self.part or frozenset(), frozenset[int]()))
+            every = (self._of_part(part, found, tolerance) for part in parts)
+            self.like = next(filter(None, every), ())
         while True:
             bound, cost, values, alive = pruning.run(priced, self.like, SWEEPS)
             if values:
