@@ -49,6 +49,14 @@ def test_drawn_pipelines(seed: int) -> None:
     assert_proved(name, pipeline_of(lowered.model(name), schedule, rng.choice([2, 4, 4]), seed))
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("seed", range(12))
+def test_parts_of_sums_cross_no_stages(seed: int) -> None:
+    """What is added is made in other stages: it leaves them whole, and arrives so."""
+    schedule = staged.SCHEDULES[seed % len(staged.SCHEDULES)]
+    assert_proved("sums", pipeline_of(lowered.model("sums"), schedule, 2, seed))
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt", "hf_gpt2", "cnn", "hf_mixtral"])
 def test_more_stages_than_two(name: str) -> None:

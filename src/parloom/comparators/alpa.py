@@ -29,7 +29,7 @@ from parloom.cost.walk import Walker
 from parloom.ir.factors import follow
 from parloom.ir.layout import Layout
 from parloom.ir.mesh import Cluster, Mesh
-from parloom.ir.ops.rule import HALO, SUMS
+from parloom.ir.ops.rule import HALO
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.search.choices import Menus, assignments
 from parloom.search.fates import AskedFates
@@ -183,7 +183,7 @@ def _over_all(
     (`allow_recompute_heavy_op`, `batch_matmul_always_split_batch`), and not along windows.
     """
     rule = operator.rule
-    plain = {f for f, _ in rule.sizes if rule.kind(f) not in (HALO, SUMS)}
+    plain = {f for f, _ in rule.sizes if rule.kind(f) != HALO}
     for allowed in (plain & _batch(operator), plain):
         some = [one for one in found if one.keys() <= allowed]
         size = [mesh.size(tuple(a for axes in one.values() for a in axes)) for one in some]

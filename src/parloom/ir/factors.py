@@ -7,7 +7,7 @@ some neighbor understands.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from parloom.errors import CaptureError, LayoutError
@@ -17,7 +17,7 @@ from parloom.ir.mesh import Mesh
 from parloom.ir.ops import Rule, Site, op_of
 from parloom.ir.ops.cuts import KnownCuts, NodeCuts, extend, parts, units
 from parloom.ir.ops.rule import HALO, RING, WHOLE
-from parloom.ir.sums import summing
+from parloom.ir.sums import linear_operators
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def factorize(graph: Graph) -> Factored:
     rules = {key: node.refined(known) for key, node in nodes.items()}
     for function in functions.values():
         own_rules = {key: rule for (name, key), rule in rules.items() if name == function.name}
-        for key in summing(graph, function, own_rules):
-            rules[function.name, key] = own_rules[key].with_sums()
+        for key, adds in linear_operators(graph, function, own_rules).items():
+            rules[function.name, key] = replace(own_rules[key], linear=True, adds=adds)
     return Factored(graph, rules)
 
 

@@ -262,13 +262,15 @@ class _Lowering:
         lying = tuple(Layout((shard,) if i == index else ()) for i in range(len(rule.operands)))
         timed = {f: (TIME, *chosen.get(f, ())) for f in follow(rule, lying, self.mesh)}
         layout = rule.operand_layout(index, chosen | timed, self.mesh)
+        layout = layout.without(layout.partial_axes)
         return layout if layout.shard(TIME) == shard else Layout((shard,))
 
     def wanted(self, flat: FlatNode, index: int) -> Layout:
-        """The layout in which an operator reads its operand `index`."""
+        """The layout in which an operator reads its operand `index`, of sums the whole."""
         rule = self.factored.rule(flat.function, flat.node)
         assignment = self.chosen(flat.prefix, flat.node)
-        return rule.operand_layout(index, assignment, self.decisions.mesh)
+        layout = rule.operand_layout(index, assignment, self.decisions.mesh)
+        return layout.without(layout.partial_axes)
 
     def read_in_place(self, flat: FlatNode, index: int) -> Layout | None:
         """The layout in which an operator reads its operand `index`; None where some ranks read
@@ -416,7 +418,7 @@ def _demanded(owner: _Lowering) -> dict[str, set[str]]:
         passed = {a for r in flat.results for a in demanded.get(r, ())} - used
         for index, name in enumerate(flat.operands):
             if name in derived:
-                layout = rule.operand_layout(index, assignment, owner.decisions.mesh)
+                layout = owner.wanted(flat, index)
                 demanded[name].update(rule.varying(index, assignment), layout.axes, passed)
     return demanded
 

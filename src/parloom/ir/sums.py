@@ -5,25 +5,29 @@ added, their parts may be added first, so that one sum over ranks is left of man
 attention beside a feed-forward layer, of experts beside a shared one.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 from parloom.ir.graph import Call, Function, Graph, Node
 from parloom.ir.ops import Rule, op_of
 from parloom.ir.ops.rule import OFFSET
+from parloom.ir.ops.shape import EITHER
 
 Keys = frozenset[str]
 
 
-def summing(graph: Graph, function: Function, rules: Mapping[str, Rule]) -> Keys:
-    """The keys of operators of a function that may compute parts of sums: additions of two or more
-    values that are sums over a factor, or are made of such by linear operators, and these.
+def linear_operators(
+    graph: Graph, function: Function, rules: Mapping[str, Rule]
+) -> Mapping[str, bool]:
+    """The keys of operators of a function that make parts of results of parts of all operands, and
+    whether they add several sums, or are between such an addition and a sum.
 
-    What is between is read once, so that no more is summed than before. Inputs of the graph lie as
-    their first reader wants them, which is whole.
+    What is between is read once, so that no more is summed than before. What reads inputs of the
+    graph is left out: these lie whole as their first reader wants them.
     """
-    ends = (*function.outputs, *(graph.ends if function is graph.main else ()))
-    return _Sums(function, rules, ends, _inputs(graph, function)).found()
+    found = _Sums(graph, function, rules)
+    adding = found.adding()
+    return {key: key in adding for key in found.linear}
 
 
 def _inputs(graph: Graph, function: Function) -> frozenset[str]:
@@ -43,24 +47,41 @@ def _inputs(graph: Graph, function: Function) -> frozenset[str]:
 class _Sums:
     """What makes the values of a function, and what their parts would be made by."""
 
-    def __init__(
-        self, function: Function, rules: Mapping[str, Rule], ends: Iterable[str], inputs: Keys
-    ) -> None:
-        self.rules, self.specs, self.inputs = rules, function.specs(), inputs
+    def __init__(self, graph: Graph, function: Function, rules: Mapping[str, Rule]) -> None:
+        self.rules, self.specs, self.inputs = rules, function.specs(), _inputs(graph, function)
         self.nodes = [item for item in function.body if isinstance(item, Node)]
+        for node in self.nodes:
+            if node.op == EITHER and not self.inputs.isdisjoint(node.refs):
+                self.inputs |= {value.name for value in node.results}
         self.makers = {value.name: node for node in self.nodes for value in node.results}
-        every = (own.refs if isinstance(own, Node) else own.args for own in function.body)
-        self.read = Counter([*ends, *(name for names in every for name in names)])
+        self.ends = {*function.outputs, *(graph.ends if function is graph.main else ())}
+        self.readers: dict[str, list[str]] = defaultdict(list)
+        for item in function.body:
+            for name in item.refs if isinstance(item, Node) else item.args:
+                self.readers[name].append(item.key if isinstance(item, Node) else "")
+        self.optional = frozenset(self._optional())
+        self.linear = {node.key: node for node in self.nodes if self._is_linear(node)}
         self.known: dict[str, Keys | None] = {}
 
-    def found(self) -> Keys:
+    def adding(self) -> Keys:
         """The operators of all additions of several sums."""
         marked = set[str]()
-        for node in self.nodes:
+        for node in filter(self._may_add, self.nodes):
             parts = [own for own in map(self._made, node.refs) if own is not None]
-            if len(parts) > 1 and self._is_linear(node):
+            if len(parts) > 1:
                 marked.update((node.key,), *parts)
         return frozenset(marked)
+
+    def _optional(self) -> Iterator[str]:
+        """Operators that only some forms of a graph have (`rewrite.forms`)."""
+        found = {node.key for node in self.nodes if node.op == EITHER}
+        for node in reversed(self.nodes):
+            names = [value.name for value in node.results]
+            if self.ends.isdisjoint(names) and node.op != EITHER:
+                readers = [key for name in names for key in self.readers[name]]
+                if readers and found.issuperset(readers):
+                    found.add(node.key)
+                    yield node.key
 
     def _made(self, name: str) -> Keys | None:
         """The linear operators that make a value of a sum; None where nothing does."""
@@ -70,23 +91,27 @@ class _Sums:
 
     def _makes(self, name: str) -> Keys | None:
         node = self.makers.get(name)
-        if node is None or self.read[name] != 1:
+        read = [key for key in self.readers[name] if key not in self.optional]
+        if node is None or name in self.ends or len(read) > 1:
             return None
         if _is_sum(self.rules[node.key], [value.name for value in node.results].index(name)):
             return frozenset()
-        if not self._is_linear(node):
+        if not self._may_add(node) and node.op != EITHER:
             return None
         parts = [own for own in map(self._made, node.refs) if own is not None]
-        return frozenset([node.key]).union(*parts) if parts else None
+        between = [node.key] if node.op != EITHER else []
+        return frozenset(between).union(*parts) if parts else None
 
     def _is_linear(self, node: Node) -> bool:
         """Whether parts of the result are made of parts of all operands, in their dtype."""
         specs = [*(self.specs[name] for name in node.refs), *(v.spec for v in node.results)]
         alike = len({spec.dtype for spec in specs}) == 1 and specs[0].is_float
-        alike = alike and self.inputs.isdisjoint(node.refs)
         linear = op_of(node).passes_partial((True,) * len(node.refs))
         whole = len(node.results) == 1 and bool(specs[-1].shape) and not node.kwarg("rounding_mode")
         return alike and linear and whole
+
+    def _may_add(self, node: Node) -> bool:
+        return node.key in self.linear and self.inputs.isdisjoint(node.refs)
 
 
 def _is_sum(rule: Rule, result: int) -> bool:

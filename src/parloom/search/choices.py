@@ -158,7 +158,7 @@ def menu_of(
 
 def assignments(rule: Rule, mesh: Mesh) -> Iterator[dict[str, Axes]]:
     """Every legal assignment of the axes of `mesh` to factors of `rule`."""
-    sizes = dict(rule.sizes)
+    sizes = dict(rule.size_of)
     for places in product(rule.places, repeat=len(mesh.axes)):
         left = dict(sizes)
         for axis, place in zip(mesh.axes, places, strict=True):
@@ -236,7 +236,7 @@ class _Layouts:
         return self.known[key]
 
     def result(self, index: int, chosen: dict[str, Axes]) -> Layout:
-        key = -1 - index, tuple(chosen.get(f, ()) for f, _ in self.rule.sizes)
+        key = -1 - index, tuple(chosen.get(f, ()) for f in self.rule.size_of)
         if key not in self.known:
             self.known[key] = self.rule.result_layout(index, chosen, self.mesh)
         return self.known[key]

@@ -281,6 +281,26 @@ class Order:
         return found
 
 
+def needs_of(
+    makers: Mapping[Class, Collection[int]], reads: Sequence[frozenset[Class]]
+) -> Mapping[Class, frozenset[Class]]:
+    """What each class needs: what each of its makers needs, by itself or in each way to make what
+    it reads (dominators, by the greatest fixed point; Allen, 1970). What nothing makes needs all.
+    """
+    every = frozenset(makers)
+    needs, changed = dict.fromkeys(makers, every), True
+
+    def of(at: int) -> frozenset[Class]:
+        return reads[at].union(*(needs.get(one, every) for one in reads[at]))
+
+    while changed:
+        changed = False
+        for one, some in makers.items():
+            now = frozenset.intersection(needs[one], *map(of, some))
+            changed, needs[one] = changed or now != needs[one], now
+    return needs
+
+
 class Extraction:
     """The program that chooses, where choices take `times` (ps)."""
 
@@ -314,27 +334,13 @@ class Extraction:
         self._add_pairs()
 
     def _needed(self) -> set[Class]:
-        """The classes that are in every function: what is asked for, and what each of its makers
-        needs, by itself or in each way to make what it reads (dominators, by the greatest fixed
-        point; Allen, 1970). Without them two ways to make a class, each by half, need half of what
-        both read.
+        """The classes that are in every function: without rows of them two ways to make a class,
+        each by half, need half of what both read.
         """
         asked = (one for own in self.every if own.asked for one in own.reads)
         needed = {one for one in (*self.choices.needed, *asked) if one not in self.given}
-        needs = dict.fromkeys(self.makers, frozenset(self.makers))
-        changed = True
-        while changed:
-            changed = False
-            for one, some in self.makers.items():
-                each = (self._needs(at, needs) for at in some)
-                now = frozenset.intersection(needs[one], *each)
-                changed, needs[one] = changed or now != needs[one], now
+        needs = needs_of(self.makers, self.reads)
         return needed.union(*(needs[one] for one in needed))
-
-    def _needs(self, at: int, needs: Mapping[Class, frozenset[Class]]) -> frozenset[Class]:
-        """What a choice needs where each class needs so much: all, where nothing makes one."""
-        every = frozenset(self.makers)
-        return self.reads[at].union(*(needs.get(one, every) for one in self.reads[at]))
 
     def solve(self) -> Mapping[Class, int]:
         """The choice that makes each class, as far as one does."""

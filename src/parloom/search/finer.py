@@ -151,7 +151,7 @@ def ranked_choices(index: int, rule: Rule, mesh: Mesh, costs: Costs) -> NDArray[
     places = rule.places
     shape = (len(places),) * len(mesh.axes)
     total, legal = np.zeros(shape), np.ones(shape, dtype=bool)
-    left = {factor: np.full(shape, size) for factor, size in rule.sizes}
+    left = {factor: np.full(shape, size) for factor, size in rule.size_of.items()}
     for axis, on in zip(mesh.axes, np.indices(shape), strict=True):
         known = np.array([costs.cost(index, axis, place) for place in places])
         best = min((cost for cost in known if abs(cost) < inf), default=0.0)

@@ -8,7 +8,7 @@ Unity's operators are instances.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -26,7 +26,7 @@ OFFSET = "offset"  # sharded; the local code needs the global index of its eleme
 LOCAL = "local"  # sharded by expanding the operator into simpler ones
 HALO = "halo"  # sharded after an exchange of border rows with the neighbors
 RING = "ring"  # its blocks go around the axes that are on the first factor of its route, too
-SUMS = "sums"  # of no tensor, of any size: over its axes operands and results are partial sums
+SUMS = "sums"  # the kind and the name of the factor over whose axes all are partial sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,10 @@ class Rule:
     `routes` are pairs of factors that an axis may be on at once: the operator then moves what it
     reads from the ranks that the first one says to those that the second one says. Of tensors that
     have both factors, the axis shards operands on the first and results on the second.
+
+    Of a `linear` operator an axis may be on `SUMS`, the factor of no tensor and of any size: parts
+    of the sums that operands are then make parts of results. Where it `adds` several sums, that may
+    send less.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -91,14 +95,16 @@ class Rule:
     kinds: tuple[tuple[str, str], ...] = ()
     reduction: str = "sum"
     routes: tuple[tuple[str, str], ...] = ()
+    linear: bool = False
+    adds: bool = False
 
     @cached_property
     def size_of(self) -> Mapping[str, int]:
-        return dict(self.sizes)
+        return dict(self.sizes) | dict.fromkeys(self.sums, 0)
 
     @cached_property
     def kind_of(self) -> Mapping[str, str]:
-        return dict(self.kinds)
+        return dict(self.kinds) | dict.fromkeys(self.sums, SUMS)
 
     def size(self, factor: str) -> int:
         return self.size_of[factor]
@@ -117,21 +123,17 @@ class Rule:
         """The factors that one axis may be on, sorted by name: none, one, or both of a route."""
         single = [f for f in self.shardable if self.kind(f) != RING]
         routes = (tuple(sorted(pair)) for pair in self.routes if {*pair} <= {*self.shardable})
-        return ((), *((f,) for f in single), *routes, *((f,) for f in self.sums))
+        return ((), *((f,) for f in single), *routes, *([self.sums] if self.adds else []))
 
     @cached_property
     def assignable(self) -> tuple[str, ...]:
         """Factors that an axis may be put on, that of partial sums among them."""
         return (*self.shardable, *self.sums)
 
-    @cached_property
+    @property
     def sums(self) -> tuple[str, ...]:
-        """The factor of `SUMS`, of a rule that has it (`with_sums`)."""
-        return tuple(f for f, kind in self.kinds if kind == SUMS)
-
-    def with_sums(self) -> "Rule":
-        """The rule of a linear operator that may compute parts of sums: their sum is its result."""
-        return replace(self, sizes=(*self.sizes, (SUMS, 0)), kinds=(*self.kinds, (SUMS, SUMS)))
+        """The factor of partial sums, where there is one."""
+        return (SUMS,) if self.linear else ()
 
     def split_axes(self, assignment: Assignment) -> tuple[str, ...]:
         """The axes of an assignment that split the work, sorted by name."""
@@ -228,6 +230,8 @@ class Rule:
             tuple((n, kind) for f, kind in self.kinds for n in names.get(f, (f,))),
             self.reduction,
             tuple(pair for route in self.routes for pair in self._split_route(route, parts, names)),
+            self.linear,
+            self.adds,
         )
 
     def _split_route(
