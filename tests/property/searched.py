@@ -71,8 +71,9 @@ def random_graph(
 
 
 def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[str, ...]], ...]]:
-    """All that a rule allows, the order of axes on one factor included."""
-    for factors in product((None, *rule.assignable), repeat=len(mesh.axes)):
+    """All of a rule that is looked at, the order of axes on one factor included."""
+    looked_at = (*rule.shardable, *(rule.sums if rule.adds else ()))
+    for factors in product((None, *looked_at), repeat=len(mesh.axes)):
         used: dict[str, list[str]] = {}
         for axis, factor in zip(mesh.names, factors, strict=True):
             if factor is not None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, permutations, product
+from itertools import combinations, count, permutations, product
 from math import inf, prod
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from parloom.cost.kernels import Kernels
 from parloom.cost.links import is_grid, loads, neighbor_bytes_per_s
 from parloom.cost.tasks import OF_WEIGHTS, SHARES, Action, Placed, Segment, StepTasks
 from parloom.cost.walk import Walker
+from parloom.ir.expected import Status
 from parloom.ir.lower import lower
 from parloom.ir.lower_stages import lower_stages
 from parloom.ir.mesh import Cluster, Level, Link, Mesh, MeshAxis, PrimeAxis
@@ -35,6 +37,7 @@ from parloom.search.placing import (
     on_meshes,
     patterns_of,
     place,
+    placed,
     sending_ps,
     with_mesh,
 )
@@ -432,6 +435,34 @@ def test_default_meshes_are_searched_where_no_placement_suits_all(
     monkeypatch.setattr(placing, "LOOSE", inf)
     alone = best_placed(request, Searched((wrong,), 1.0, 1.0), again, said.append)
     assert [plan.decisions.nodes for plan in alone.proposals] == [()]
+
+
+@pytest.mark.parametrize("stopped", ["place", "_laid_by_default"])
+def test_what_is_not_placed_yet_when_that_is_stopped_is_kept(
+    stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by a critic: Ctrl-C while plans were placed left none of those that were found."""
+    graph = random_graph(Random(2), 4, rows=(4096,), columns=(2048,))
+    request = Request(graph, DataSheets(torus((2, "line"), (4, "line"))), ADAM, 2**40, 1)
+    base = base_of(request)
+    found = search(request, base, lambda _: None)
+    whole, calls = getattr(placing, stopped), count()
+
+    def stops_at_first(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(placing, stopped, stops_at_first)
+    laid = placed(request, found)
+    assert laid.status is Status.INTERRUPTED
+    assert laid.proposals[0].decisions.nodes == found.proposals[0].decisions.nodes
+
+
+def test_a_group_of_one_lies_anywhere() -> None:
+    """It sends nothing, so that no order is looked for."""
+    mesh = mesh_of(SLICE, (1, 8))
+    assert fastest_places(mesh, SLICE, "all_to_all", mesh.names[:1]) == (mesh,)
 
 
 def test_strides_alone_are_not_enough() -> None:
