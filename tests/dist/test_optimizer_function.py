@@ -1,11 +1,13 @@
 """The user's `optimizer=` function: settings by shape, by value, hooks and frozen parameters."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from parloom import runtime as rt
@@ -138,6 +140,21 @@ def test_an_error_of_the_function_is_its_own() -> None:
     for layout in LAYOUTS:
         with pytest.raises(KeyError, match="mine"):
             assert_equal_to_one_device(layout, maker)
+
+
+def test_stand_ins_draw_from_the_generator_one_rank_at_a_time() -> None:
+    """Two threads that read the generator's state at once may wait for each other forever."""
+    inside: list[int] = []
+
+    def maker(named: Named) -> Optimizer:
+        if isinstance(named[0][1], FakeTensor):
+            inside.append(1)
+            assert len(inside) == 1
+            time.sleep(0.05)  # another rank would come here now
+            inside.pop()
+        return mlp.sgd(named)
+
+    assert_equal_to_one_device("fsdp", maker)
 
 
 def test_whole_parameters_need_one_call() -> None:

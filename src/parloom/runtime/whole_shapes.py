@@ -10,6 +10,7 @@ whole.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,11 @@ from parloom.runtime.taken import refuse_taken
 
 Maker = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 OF_GROUP = ("params", "param_names")
+# Ranks may be threads of one process, with one generator: its state is kept and restored by one of
+# them at a time. Reading the state holds the generator's mutex while it makes a Python object, which
+# may collect garbage and let another thread run; that thread, asking for the state, too, would wait
+# for the mutex and never give the interpreter's lock back.
+_GENERATOR = Lock()
 
 
 def make_optimizer(
@@ -169,7 +175,7 @@ def _of_parts(
     touched = _Touched({id(whole): name for name, whole in wholes.items()})
     expected, failure = None, None
     try:
-        with torch.random.fork_rng(devices=[]), touched:
+        with _GENERATOR, torch.random.fork_rng(devices=[]), touched:
             expected = maker(list(wholes.items()))
     except Exception as error:
         failure = error
