@@ -30,10 +30,10 @@ from parloom.runtime.taken import refuse_taken
 
 Maker = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 OF_GROUP = ("params", "param_names")
-# Ranks may be threads of one process, with one generator: its state is kept and restored by one of
-# them at a time. Reading the state holds the generator's mutex while it makes a Python object, which
-# may collect garbage and let another thread run; that thread, asking for the state, too, would wait
-# for the mutex and never give the interpreter's lock back.
+# Ranks may be threads of one process, with one generator: one of them at a time keeps and restores
+# its state. Reading the state holds the generator's mutex while a Python object is made, which may
+# collect garbage and let another thread run: if that one asks for the state, too, it waits for the
+# mutex and never gives the interpreter's lock back.
 _GENERATOR = Lock()
 
 
