@@ -15,7 +15,7 @@ from parloom.ir.layout import Layout
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops import OPS, OpDef, op_of
 from parloom.ir.ops.opdef import Emission
-from parloom.ir.ops.rule import HALO, LOCAL, Assignment, Rule, Site, broadcast, build
+from parloom.ir.ops.rule import HALO, LOCAL, Assignment, Rule, Site, broadcast, build, einsum
 from tests.equality import TOLERANCE, gap, parallel, size
 from tests.examples import TIMES, examples
 from tests.property.any_case import any_case
@@ -236,12 +236,16 @@ def _empty(*_: object) -> tuple[str, ...]:
     return ()
 
 
+def _all_missing(rule: Rule, index: int, assignment: Assignment) -> tuple[str, ...]:
+    return right_varying(replace(rule, added=()), index, assignment)
+
+
 def _shards_only(rule: Rule, index: int, assignment: Assignment, mesh: Mesh) -> Layout:
     return Layout(right_layout(rule, index, assignment, mesh).shards)
 
 
 ATTENTION = "scaled_dot_product_attention"
-right_layout = Rule.result_layout
+right_layout, right_varying = Rule.result_layout, Rule.varying
 WRONG: dict[str, tuple[str, dict[str, object]]] = {
     "bias added on every rank": ("linear-bias", {"emit": _bias_everywhere}),
     "mean divides by the local count": ("mean-dim", _call("torch.mean")),
@@ -278,7 +282,14 @@ WRONG: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "what is written elsewhere is written here": ("scatter_add-longer", {"emit": _modulo}),
     "written sums count what was there on every rank": (
-        "index_add", _edited("index_add", r"rt\.once\((\w+), ctx, \(.*?\)\)", r"\1")
+        "index_add", _edited("index_add", r"rt\.mask\((\w+), ctx, \(.*?\)\)", r"\1")
+    ),
+    "a bias counts on every rank": (
+        "linear-bias", _edited("linear", r"rt\.mask\((\w+), ctx, \(.*?\)\)", r"\1")
+    ),
+    "gradients of a bias are summed": ("linear-bias", {"varying": _all_missing}),
+    "what is multiplied is added": (
+        "bilinear", {"rule": einsum("... i, + ... j, n i j, + n -> ... n")}
     ),
     "first of the shard": (
         "parloom.first_max", _edited("parloom.first_max", r"\('[xy]', \d\)", "(6,)")

@@ -24,7 +24,7 @@ def site(made: Node, *shapes: tuple[int, ...]) -> Site:
 LINEAR_SITE = site(
     node("linear", "x", "w", "b", to="y", shape=(4, 6, 12)), (4, 6, 18), (12, 18), (12,)
 )
-LINEAR = einsum("... k, n k, n -> ... n")(LINEAR_SITE)
+LINEAR = einsum("... k, n k, + n -> ... n")(LINEAR_SITE)
 
 
 def test_an_einsum_names_leading_dims() -> None:

@@ -277,8 +277,8 @@ class _Lowering:
         zeros, so that it counts once.
         """
         rule = self.factored.rule(flat.function, flat.node)
-        counts_once = rule.contracted(index, self.chosen(flat.prefix, flat.node))
-        return None if counts_once else self.wanted(flat, index)
+        once = rule.counts_once(index, self.chosen(flat.prefix, flat.node))
+        return None if once else self.wanted(flat, index)
 
     def adjacent(self, prefix: str, node: Node) -> tuple[int, ...]:
         """The arguments of an operator that lie one after the other."""

@@ -451,16 +451,6 @@ def convs(
     return torch.split(made, [len(weight) for weight in weights], -1 - len(stride))
 
 
-def once(x: Tensor, ctx: Context, axes: tuple[str, ...]) -> Tensor:
-    """`x` on the first rank of the group, zero on the others: an addend of a partial sum.
-
-    Also where it is infinite, as a mask in front of a softmax is.
-    """
-    if ctx.group(axes).index == 0:
-        return x
-    return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
-
-
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -3,7 +3,7 @@
 Ranks: data = 2 * (rank // 2 % 2) + rank % 2.
 Layouts in comments, per dim: `2/data·4` is a dim of 8, of which `data` owns the outer digit of 2
 and 4 are local; a bare number is whole on every rank; `partial(a)` are addends of a sum over `a`.
-Moves name what their backward pass does: `rt.replicate` sends nothing forward. `rt.once(x, ctx,
+Moves name what their backward pass does: `rt.replicate` sends nothing forward. `rt.mask(x, ctx,
 axes)` is x on the first rank along `axes` and zero on the others: what must enter a sum once.
 """
 

@@ -3,7 +3,7 @@
 Ranks: data = rank // 2 % 2, tensor = rank % 2.
 Layouts in comments, per dim: `2/data·4` is a dim of 8, of which `data` owns the outer digit of 2
 and 4 are local; a bare number is whole on every rank; `partial(a)` are addends of a sum over `a`.
-Moves name what their backward pass does: `rt.replicate` sends nothing forward. `rt.once(x, ctx,
+Moves name what their backward pass does: `rt.replicate` sends nothing forward. `rt.mask(x, ctx,
 axes)` is x on the first rank along `axes` and zero on the others: what must enter a sum once.
 """
 
@@ -63,7 +63,7 @@ def block(
     del attention_transpose_4
 
     # attention.out  (gpt.py:27)
-    attention_out = F.linear(attention_view_2, attention_out_weight, rt.once(attention_out_bias, ctx, ('tensor',)))  # [2/data·4, 12, 24] partial(tensor)
+    attention_out = F.linear(attention_view_2, attention_out_weight, rt.mask(attention_out_bias, ctx, ('tensor',)))  # [2/data·4, 12, 24] partial(tensor)
     attention_out__reduce_tensor = rt.reduce(attention_out, ctx, ('tensor',), backward="identity")  # [2/data·4, 12, 24]
     del attention_out
 
@@ -85,7 +85,7 @@ def block(
         gelu = F.gelu(up, approximate='tanh')  # [2/data·4, 12, 2/tensor·48]
 
     # down  (gpt.py:46)
-    down = F.linear(gelu, down_weight, rt.once(down_bias, ctx, ('tensor',)))  # [2/data·4, 12, 24] partial(tensor)
+    down = F.linear(gelu, down_weight, rt.mask(down_bias, ctx, ('tensor',)))  # [2/data·4, 12, 24] partial(tensor)
     down__reduce_tensor = rt.reduce(down, ctx, ('tensor',), backward="identity")  # [2/data·4, 12, 24]
     del down
 
@@ -234,16 +234,14 @@ PROGRAM = rt.Program(
         rt.StepNode('REDUCE', 'all_reduce', ('data',), bucket_bytes=1048576, parameters=(
             'tokens.weight', 'positions.weight', 'blocks.0.norm_1.weight', 'blocks.0.norm_1.bias',
             'blocks.0.attention.qkv.weight', 'blocks.0.attention.qkv.bias',
-            'blocks.0.attention.out.weight', 'blocks.0.norm_2.weight', 'blocks.0.norm_2.bias',
-            'blocks.0.up.weight', 'blocks.0.up.bias', 'blocks.0.down.weight',
+            'blocks.0.attention.out.weight', 'blocks.0.attention.out.bias',
+            'blocks.0.norm_2.weight', 'blocks.0.norm_2.bias', 'blocks.0.up.weight',
+            'blocks.0.up.bias', 'blocks.0.down.weight', 'blocks.0.down.bias',
             'blocks.1.norm_1.weight', 'blocks.1.norm_1.bias', 'blocks.1.attention.qkv.weight',
             'blocks.1.attention.qkv.bias', 'blocks.1.attention.out.weight',
-            'blocks.1.norm_2.weight', 'blocks.1.norm_2.bias', 'blocks.1.up.weight',
-            'blocks.1.up.bias', 'blocks.1.down.weight', 'norm.weight', 'norm.bias',
-        )),
-        rt.StepNode('REDUCE', 'all_reduce', ('data', 'tensor'), bucket_bytes=1048576, parameters=(
-            'blocks.0.attention.out.bias', 'blocks.0.down.bias', 'blocks.1.attention.out.bias',
-            'blocks.1.down.bias',
+            'blocks.1.attention.out.bias', 'blocks.1.norm_2.weight', 'blocks.1.norm_2.bias',
+            'blocks.1.up.weight', 'blocks.1.up.bias', 'blocks.1.down.weight', 'blocks.1.down.bias',
+            'norm.weight', 'norm.bias',
         )),
         rt.StepNode('STEP', 'gradient_norm', ('data', 'tensor')),
         rt.StepNode('STEP', 'update', ()),

@@ -10,6 +10,7 @@ from parloom.ir.ops.rule import WHOLE, Rule, Site, products
 from parloom.ir.ops.window import Halo, Slide, halo_of, slides_of, spatial, spread, windowed
 
 _SAVED: SavedTensors = (("operand", 0), ("operand", 1))
+_BIAS = (2,)  # the operand that is added
 Pads = tuple[tuple[int, int], ...]
 
 
@@ -54,7 +55,8 @@ def _rule(site: Site) -> Rule:
     sizes |= dict(zip(kernel, site.operands[1].shape[2:], strict=True))
     lead = ["n"] if _lead(site) == 2 else []
     operands = [[*lead, "g q", *before], ["g m", "q", *kernel], ["g m"]][: len(site.operands)]
-    return products(sizes, operands, [[*lead, "g m", *after]], kinds | dict.fromkeys(kernel, WHOLE))
+    kinds |= dict.fromkeys(kernel, WHOLE)
+    return products(sizes, operands, [[*lead, "g m", *after]], kinds, _BIAS)
 
 
 def _joined_rule(site: Site) -> Rule:
@@ -70,6 +72,7 @@ def _joined_rule(site: Site) -> Rule:
         [[*lead, "q", *before], *([part, "q", *kernel] for part in rows.parts), *rows.biases],
         [[*lead, part, *after] for part in rows.parts],
         kinds | dict.fromkeys(kernel, WHOLE) | rows.kinds,
+        rows.added,
     )
 
 
@@ -146,7 +149,8 @@ def _transposed_rule(site: Site) -> Rule:
     sizes |= dict(zip(kernel, site.operands[1].shape[2:], strict=True))
     lead = ["n"] if _lead(site) == 2 else []
     operands = [[*lead, "g q", *before], ["g q", "m", *kernel], ["g m"]][: len(site.operands)]
-    return products(sizes, operands, [[*lead, "g m", *after]], kinds | dict.fromkeys(kernel, WHOLE))
+    kinds |= dict.fromkeys(kernel, WHOLE)
+    return products(sizes, operands, [[*lead, "g m", *after]], kinds, _BIAS)
 
 
 def _emit_transposed(e: Emission) -> str:

@@ -24,6 +24,7 @@ class JoinedRows:
     parts: tuple[str, ...]
     biases: tuple[list[str], ...]
     kinds: dict[str, str]
+    added: tuple[int, ...]
 
 
 def joined_rows(site: Site) -> JoinedRows:
@@ -34,7 +35,8 @@ def joined_rows(site: Site) -> JoinedRows:
     parts = tuple(f"n r{i}" for i in range(count))
     sizes = {"n": common} | {f"r{i}": size // common for i, size in enumerate(rows)}
     biases = tuple([part] for part in parts[: len(site.operands) - 1 - count])
-    return JoinedRows(sizes, parts, biases, {f"r{i}": WHOLE for i in range(count)})
+    added = tuple(range(1 + count, len(site.operands)))
+    return JoinedRows(sizes, parts, biases, {f"r{i}": WHOLE for i in range(count)}, added)
 
 
 def num_weights(site: Site) -> int:

@@ -18,7 +18,7 @@ INPUTS: SavedTensors = (("operand", 0), ("operand", 1))
 FACTORS: SavedTensors = (("operand", 1), ("operand", 2))
 
 
-_LINEAR, _TO_NUMBERS = einsum("... k, n k, n -> ... n"), einsum("... k, k, -> ...")
+_LINEAR, _TO_NUMBERS = einsum("... k, n k, + n -> ... n"), einsum("... k, k, + -> ...")
 
 
 def _linear_rule(site: Site) -> Rule:
@@ -41,6 +41,7 @@ def _linears_rule(site: Site) -> Rule:
         [[*lead, "k"], *([part, "k"] for part in rows.parts), *rows.biases],
         [[*lead, part] for part in rows.parts],
         rows.kinds,
+        rows.added,
     )
 
 
@@ -60,7 +61,7 @@ def _adding(left: str, right: str, out: str) -> Callable[[Site], Rule]:
     def rule(site: Site) -> Rule:
         dims = out.split()
         addend = dims[len(dims) - len(site.operands[0].shape) :]
-        return build([addend, left.split(), right.split()], [dims], site)
+        return build([addend, left.split(), right.split()], [dims], site, added=(0,))
 
     return rule
 
@@ -179,7 +180,7 @@ OPS: tuple[OpDef, ...] = (
     OpDef("dot", einsum("k, k -> "), "torch.dot", contraction_flops, 2.0, INPUTS,
           exact=exact.product("k", "k", to="")),
     OpDef("vdot", einsum("k, k -> "), "torch.vdot", contraction_flops, 2.0, INPUTS),
-    OpDef("bilinear", einsum("... i, ... j, n i j, n -> ... n"), _bilinear, contraction_flops,
+    OpDef("bilinear", einsum("... i, ... j, n i j, + n -> ... n"), _bilinear, contraction_flops,
           2.0, (*INPUTS, ("operand", 2))),
     OpDef("linalg_cross", _cross_rule, "torch.linalg.cross", saved=INPUTS),
     OpDef("cdist", _distance_rule, "torch.ops.aten.cdist", _distance_flops, 2.0,

@@ -112,10 +112,6 @@ class Emission:
         dims = tuple(digits(layout, d, n, self.mesh) for d, n in enumerate(spec.shape))
         return self.code(dims)
 
-    def axes_missing(self, index: int) -> tuple[str, ...]:
-        """Axes in use whose factor operand `index` lacks and every result lacks (contracted)."""
-        return self.rule.contracted(index, self.assignment)
-
     def axes_of(self, factor: str) -> tuple[str, ...]:
         """Axes on a factor of the entry's rule, whether or not it was cut into parts."""
         return tuple(
@@ -126,11 +122,13 @@ class Emission:
         )
 
     def once(self, arg: Arg) -> str:
-        """Code of an addend that must count once in a partial sum: zero on all ranks but one."""
+        """Code of an operand that is added (`Rule.added`): zero on all ranks but one where results
+        are partial sums.
+        """
         index = self.site.operand(arg)
-        if index is None or not (axes := self.axes_missing(index)):
+        if index is None or not (axes := self.rule.counts_once(index, self.assignment)):
             return self.code(arg)
-        return f"rt.once({self.code(arg)}, ctx, {axes!r})"
+        return f"rt.mask({self.code(arg)}, ctx, {axes!r})"
 
 
 Emit = Callable[[Emission], str] | str

@@ -2,7 +2,8 @@
 
 `b s k, n k -> b s n` says all there is to know about how a linear layer may be split: an axis on a
 factor shards every operand and result that has it; a result that lacks it is *partial*; an operand
-that lacks it is replicated and its gradient is partial. SOAP is a reading of the rule: samples are
+that lacks it is replicated and its gradient is partial, or, where it is added (`+`) to a partial
+result, the same on all ranks. SOAP is a reading of the rule: samples are
 `b`, parameters `n`, reductions `k`, attributes spatial factors. The degree rules of FlexFlow and
 Unity's operators are instances.
 """
@@ -80,6 +81,9 @@ class Rule:
     outermost first, a dim of size 1 has none. `kinds` names the factors that are not plain;
     `reduction` is how results combine over a factor that they lack.
 
+    `added` are the operands that are added to results: where these are partial sums, such an
+    operand counts once, on the first rank, and its gradient is that of the sum, the same on all.
+
     `routes` are pairs of factors that an axis may be on at once: the operator then moves what it
     reads from the ranks that the first one says to those that the second one says. Of tensors that
     have both factors, the axis shards operands on the first and results on the second.
@@ -97,6 +101,7 @@ class Rule:
     routes: tuple[tuple[str, str], ...] = ()
     linear: bool = False
     adds: bool = False
+    added: tuple[int, ...] = ()
 
     @cached_property
     def size_of(self) -> Mapping[str, int]:
@@ -199,13 +204,14 @@ class Rule:
 
     def varying(self, index: int, assignment: Assignment) -> tuple[str, ...]:
         """Axes over which the gradient of operand `index` leaves the operator partial."""
-        summed = self.summed_axes(assignment)
-        return tuple(a for a in _missing(self.operands[index], assignment) if a not in summed)
+        same = {*self.summed_axes(assignment), *self.counts_once(index, assignment)}
+        return tuple(a for a in _missing(self.operands[index], assignment) if a not in same)
 
-    def contracted(self, index: int, assignment: Assignment) -> tuple[str, ...]:
-        """Axes over which results are partial sums in which operand `index` counts once."""
+    def counts_once(self, index: int, assignment: Assignment) -> tuple[str, ...]:
+        """Axes over which results are partial sums to which operand `index` is added."""
+        if index not in self.added:
+            return ()
         have = {f for dims in (*self.results, self.operands[index]) for dim in dims for f in dim}
-        have.update(self.sums)
         return tuple(a for f, axes in assignment.items() if f not in have for a in axes)
 
     def split(self, parts: Mapping[str, tuple[int, ...]]) -> "Rule":
@@ -232,6 +238,7 @@ class Rule:
             tuple(pair for route in self.routes for pair in self._split_route(route, parts, names)),
             self.linear,
             self.adds,
+            self.added,
         )
 
     def _split_route(
@@ -301,6 +308,7 @@ def build(
     site: Site,
     kinds: Mapping[str, str] | None = None,
     reduction: str = "sum",
+    added: tuple[int, ...] = (),
 ) -> Rule:
     """A rule with one factor per dim; sizes come from the specs.
 
@@ -330,6 +338,7 @@ def build(
         tuple(dims(n, s) for n, s in zip(results, site.results, strict=True)),
         tuple((f, k) for f, k in (kinds or {}).items() if f in sizes),
         reduction,
+        added=added,
     )
 
 
@@ -338,6 +347,7 @@ def products(
     operands: Sequence[Sequence[str]],
     results: Sequence[Sequence[str]],
     kinds: Mapping[str, str] | None = None,
+    added: tuple[int, ...] = (),
 ) -> Rule:
     """A rule whose dims are products, as text: `["n", "g q", ""]`, outermost factor first.
 
@@ -354,17 +364,19 @@ def products(
         left,
         right,
         tuple((n, kind) for n, kind in (kinds or {}).items() if n in used),
+        added=added,
     )
 
 
 def einsum(text: str, **kinds: str) -> Callable[[Site], Rule]:
-    """A rule from text, e.g. `... k, n k, n -> ... n`.
+    """A rule from text, e.g. `... k, n k, + n -> ... n`, where the third operand is added.
 
     `...` stands for the leading dims of the first operand that has it, named d0, d1, ...; trailing
     operands that a call does not give are dropped.
     """
     left, right = text.split("->")
-    operand_names = [part.split() for part in left.split(",")]
+    operand_names = [part.replace("+", "").split() for part in left.split(",")]
+    added = tuple(i for i, part in enumerate(left.split(",")) if "+" in part)
     result_names = [part.split() for part in right.split(",")]
 
     def rule(site: Site) -> Rule:
@@ -381,7 +393,11 @@ def einsum(text: str, **kinds: str) -> Callable[[Site], Rule]:
             return [*names[:at], *(f"d{i}" for i in range(lead)), *names[at + 1 :]]
 
         return build(
-            [expand(n) for n in given], [expand(n) for n in result_names], site, kinds or None
+            [expand(n) for n in given],
+            [expand(n) for n in result_names],
+            site,
+            kinds or None,
+            added=added,
         )
 
     return rule

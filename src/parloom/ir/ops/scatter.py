@@ -11,6 +11,7 @@ from parloom.ir.ops.rule import OFFSET, WHOLE, Rule, Site, build, no_flops, opaq
 
 _INDEX: SavedTensors = (("operand", 1),)
 _SUMS = ("sum", "add")
+_WRITTEN = (0,)  # the operand that is written to, which sums are added to
 
 
 def _reduce(site: Site) -> str:
@@ -49,7 +50,7 @@ def _scatter_rule(site: Site) -> Rule:
             kinds[f"w{d}"] = OFFSET if d == dim else WHOLE
         for dims, name in zip(names, mine, strict=True):
             dims.append(name)
-    return build(names[: 3 if source else 2], [names[0]], site, kinds)
+    return build(names[: 3 if source else 2], [names[0]], site, kinds, added=_WRITTEN)
 
 
 def _rows_rule(site: Site) -> Rule:
@@ -63,7 +64,7 @@ def _rows_rule(site: Site) -> Rule:
     kinds = {f"w{dim}": OFFSET} | ({} if _adds(site) else {"i": WHOLE})
     operands = [x, ["i"] * len(site.operands[1].shape)]
     operands += [source if spec.shape else [] for spec in site.operands[2:]]
-    return build(operands, [x], site, kinds)
+    return build(operands, [x], site, kinds, added=_WRITTEN)
 
 
 def _emit(e: Emission) -> str:
@@ -120,7 +121,8 @@ def _put_rule(site: Site) -> Rule:
     kinds = {n: OFFSET for n in source if n[0] == "w"}
     kinds |= {n: WHOLE for n in picked if n[0] == "i" and not free}
     missing = len(picked) - len(values.shape)
-    return build([source, *indices, picked[missing:]], [source], site, kinds)
+    operands = [source, *indices, picked[missing:]]
+    return build(operands, [source], site, kinds, added=_WRITTEN)
 
 
 def _put_each_rule(site: Site) -> Rule:
@@ -131,7 +133,8 @@ def _put_each_rule(site: Site) -> Rule:
     kinds = {n: OFFSET for n in source if n[0] == "w"}
     kinds |= {n: WHOLE for n in picked if n[0] == "i" and not free and n not in shared}
     missing = len(picked) - len(values.shape)
-    return build([source, *indices, picked[missing:]], [source], site, kinds)
+    operands = [source, *indices, picked[missing:]]
+    return build(operands, [source], site, kinds, added=_WRITTEN)
 
 
 def _put_each(e: Emission) -> str:
@@ -174,8 +177,8 @@ def _flat_rule(site: Site) -> Rule:
     names = [f"w{d}" for d in range(len(site.operands[0].shape))]
     index = [f"i{d}" for d in range(len(site.operands[1].shape))]
     free = _accumulates(site) and site.operands[0].dtype != "bool"
-    return build([names, index, index], [names], site,
-                 dict.fromkeys(names if free else (*names, *index), WHOLE))  # fmt: skip
+    kinds = dict.fromkeys(names if free else (*names, *index), WHOLE)
+    return build([names, index, index], [names], site, kinds, added=_WRITTEN)
 
 
 def _flat(e: Emission) -> str:
