@@ -31,6 +31,7 @@ from parloom.ir.plan import (
     Storage,
     one_stage,
 )
+from parloom.ir.regular_parts import used_cluster
 from parloom.search.folding import program_of
 from parloom.search.request import Request, Say
 from tests.unit.graphs import Shape, graph, node, stack
@@ -156,6 +157,15 @@ def test_flexflow_begins_with_data_parallelism() -> None:
     assert 1 <= len(rest) - len(placed) <= 3
     assert 1 <= len(placed) <= 2  # on groups of one device, from two starts
     assert found[-len(placed) :] == placed
+
+
+def test_flexflow_leaves_no_device_out_of_the_middle() -> None:
+    """A chain of two products and a sum on eight devices has items on up to three of them."""
+    said: list[str] = []
+    request = request_of(chain(64, 32, 32, 32), "1x8xH100", budget=300)
+    for plan in COMPARATORS["flexflow"](request, BASE, said.append):
+        used_cluster(request.cluster, plan)
+    assert any("devices are no part of 8xH100" in line for line in said)
 
 
 def test_an_operator_is_split_along_its_output() -> None:

@@ -17,7 +17,7 @@ from parloom.comparators.pipelines import costs_by_size
 from parloom.ir.factors import factorize
 from parloom.ir.mesh import Cluster
 from parloom.ir.plan import Decisions
-from parloom.ir.regular_parts import crossed
+from parloom.ir.regular_parts import crossed, used_cluster
 from parloom.ir.stages import item_edges, stage_items
 from parloom.search.pipelines.costs import ItemCosts, Pricer
 from parloom.search.pipelines.judge import Judge
@@ -53,6 +53,8 @@ def placed(
             cost_ps, placement = chain(walk, budget, rng)
             say(f"flexflow: groups of {size}, {name}: estimated {cost_ps / 1e12:.4g} s")
             yield from _plan(judge, costs, placement, edges)
+    if refused := judge.refusals.words():
+        say(f"flexflow: {refused}")
 
 
 class Placements:
@@ -148,7 +150,9 @@ def stages_of(placement: Placement, edges: Sequence[tuple[int, int]]) -> list[li
 def _plan(
     judge: Judge, costs: ItemCosts, placement: Placement, edges: Sequence[tuple[int, int]]
 ) -> Iterator[Decisions]:
-    """The placement with its fastest schedule; none where all items are on one group."""
+    """The placement with its fastest schedule; none where all items are on one group, or where the
+    devices of those that have items are no part of the cluster: idle ones cannot be left out.
+    """
     stages = stages_of(placement, edges)
     if len(stages) == 1:
         return
@@ -160,6 +164,13 @@ def _plan(
         (ordered,) * len(used),
         tuple(group * costs.num_devices for group in used),
     )
-    found = judge.refusals.tried(lambda: judge.judge(split))
-    if found is not None:
-        yield found.decisions
+
+    def judged() -> Decisions | None:
+        found = judge.judge(split)
+        if found is not None:
+            used_cluster(judge.request.cluster, found.decisions)
+        return found and found.decisions
+
+    decisions = judge.refusals.tried(judged)
+    if decisions is not None:
+        yield decisions

@@ -429,12 +429,13 @@ def _climbed(context: ContextSearch, start: SimulatedCandidate) -> Iterator[Simu
 
 
 def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iterator[ContextSearch]:
-    """The contexts with the fastest plans of each form that is near the best one, but for those
-    with equal ones: a finer mesh may have the best plan of a coarser one. Forms are near whose
-    plans are, and whose bounds are little above that of the form with the fastest plan.
+    """The contexts with the fastest plans of each form that is near the best one. Of contexts with
+    equal ones (a finer mesh may have the best plan of a coarser one) it is that with the lowest
+    bound, and of those the finest, whose plan has the most neighbors. Forms are near whose plans
+    are, and whose bounds are little above that of the form with the fastest plan.
     """
     forms: dict[Rewrites, dict[float, ContextSearch]] = {}
-    for context in sorted(contexts, key=lambda c: len(c.mesh.axes), reverse=True):
+    for context in sorted(contexts, key=_room):
         for found in sorted(context.fitting(), key=_step_ps)[:1]:
             forms.setdefault(found.decisions.rewrites, {})[found.step_ps] = context
     every = sorted(forms.values(), key=min)
@@ -444,6 +445,11 @@ def _nearest_of_forms(contexts: Sequence[ContextSearch], best_ps: float) -> Iter
         if min(own) <= best_ps * (1 + NEAR_FORMS) and bound_ps <= bounds[0] + above_ps:
             nearby = sorted(own.items())[:LOCAL]
             yield from (c for ps, c in nearby if ps <= min(own) * (1 + NEARBY))
+
+
+def _room(context: ContextSearch) -> tuple[int, int]:
+    """Sorts contexts of equal plans: last that with the lowest bound, or with the most axes."""
+    return -round(context.columns.bound_ps(context.limit)), len(context.mesh.axes)
 
 
 def _starts(
