@@ -4,6 +4,7 @@ The adjoint gate is here: every row of the adjoint table is made wrong in turn, 
 those that this file runs must then differ.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -70,6 +71,49 @@ def test_batch_statistics_refuse_microbatches() -> None:
     decisions = random_plan(model.graph, model.factored, MESHES["2x2"], 0)
     with pytest.raises(LayoutError, match=r"norm:batch_norm#0.*use one microbatch"):
         model.error(replace(decisions, num_microbatches=2))
+
+
+WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "conv1d": lambda x: F.conv1d(x, torch.ones(4, 4, 3), padding=1),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x, torch.ones(4, 4, 3), padding=1),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 3, 1, 1),
+    "max_pool1d": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "upsample_linear1d": lambda x: F.interpolate(x, scale_factor=2, mode="linear"),
+}
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "conv1d": lambda x: F.conv1d(x, torch.ones(4, 4, 2), stride=2),
+    "avg_pool1d": lambda x: F.avg_pool1d(x, 2, 2),
+    "upsample_nearest1d": lambda x: F.interpolate(x, scale_factor=2.0),
+}
+
+
+class OverSamples(nn.Module):
+    """Windows over samples, which lie where positions do."""
+
+    def __init__(self, window: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.window, self.weight = window, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.window((x @ self.weight).t().unsqueeze(0))).square().mean()
+
+
+def in_two_microbatches(window: Callable[[Tensor], Tensor]) -> float:
+    torch.manual_seed(0)
+    model = lowered.of(OverSamples(window), {"x": torch.randn(16, 4)})
+    return model.error(Decisions(one_stage(grid({"x": 1})), (), num_microbatches=2))[0]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_over_samples_refuse_microbatches(name: str) -> None:
+    """The borders of one microbatch lie in another."""
+    with pytest.raises(LayoutError, match=f"operator '{name}' mixes samples"):
+        in_two_microbatches(WINDOWS[name])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_windows_that_meet_no_other_sample_are_cut(name: str) -> None:
+    assert in_two_microbatches(APART[name]) <= TOLERANCE
 
 
 class Twice(nn.Module):

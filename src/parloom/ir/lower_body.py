@@ -140,7 +140,7 @@ class Body:
             return
         if op.halo is not None and operands:
             site = site_of(node, self.specs(node))
-            operands[0] = self.halo(operands[0], assignment, rule, op.halo(site))
+            operands[0] = self.halo(node, operands[0], assignment, rule, op.halo(site))
         differentiable = op.differentiable and any(v.differentiable for v in sources)
         results = []
         for index, made in enumerate(node.results):
@@ -276,12 +276,16 @@ class Body:
         lying = follow(rule, tuple(_only_time(v.layout) for v in sources), self.mesh)
         carried = any(v.layout.shard(TIME) for v in sources)
         if carried and not lying:
-            raise LayoutError(
-                f"{node_key(self.prefix, node)} ({node.source}): operator {node.op!r} mixes"
-                f" samples, or has groups of them that {self.owner.steps} microbatches do not"
-                f" divide; {WAY_ON}"
-            )
+            raise self.mixes(node)
         return assignment | {f: (TIME, *assignment.get(f, ())) for f in lying}
+
+    def mixes(self, node: Node) -> LayoutError:
+        """The error of an operator that needs more than one microbatch at once."""
+        return LayoutError(
+            f"{node_key(self.prefix, node)} ({node.source}): operator {node.op!r} mixes"
+            f" samples, or has groups of them that {self.owner.steps} microbatches do not"
+            f" divide; {WAY_ON}"
+        )
 
     def expand(self, node: Node, program: Function, operands: list[PValue]) -> None:
         """Lower a local program in place of `node`; inner operators take operands as they lie."""
@@ -326,16 +330,20 @@ class Body:
         return result
 
     def halo(
-        self, value: PValue, assignment: Assignment, rule: Rule,
+        self, node: Node, value: PValue, assignment: Assignment, rule: Rule,
         rows: Mapping[str, tuple[int, int, int]],
     ) -> PValue:  # fmt: skip
-        """Exchange border rows for every sharded halo factor."""
+        """Exchange border rows for every sharded halo factor; those of other microbatches are not
+        there.
+        """
         for factor, axes in assignment.items():
             if rule.kind(factor) != HALO:
                 continue
             dim, below, above = rows[factor]
             if not below and not above:
                 continue
+            if TIME in axes:
+                raise self.mixes(node)
             step = Step("halo_exchange", axes, value.layout, dim, halo=(below, above))
             value = self.emit(value, step, value.varying, ((dim, below, above), *value.halo))
         return value
