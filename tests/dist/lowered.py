@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ def of(module: nn.Module, batch: dict[str, Tensor], graph: Graph | None = None) 
 
 
 class Sums(nn.Module):
-    """Products that are added: with what is whole, subtracted, transposed and in parts."""
+    """Products that are added: with what is whole, with zero, transposed and in parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +86,8 @@ class Sums(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         shift = torch.tanh(self.shift)
         x = torch.tanh(x) * shift
-        total = x + (shift + self.down(torch.relu(self.up(x)))) - self.side(x) / 2
+        total: Any = x + (shift + self.down(torch.relu(self.up(x))))
+        total = sum([total, -self.side(x) / 2])  # 0 + total
         turned = self.turned(x).unflatten(1, (4, 3)).transpose(1, 2)
         total = torch.add(total.unflatten(1, (3, 4)), turned, alpha=-2).flatten(1)
         return (torch.tanh(total) - y).square().mean()

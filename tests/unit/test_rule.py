@@ -1,12 +1,13 @@
 """Rules: factors of an operator's dims, and the layouts that an assignment gives."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from parloom.errors import LayoutError
 from parloom.ir.factors import follow
-from parloom.ir.graph import Node, TensorSpec
+from parloom.ir.graph import Arg, Node, TensorSpec
 from parloom.ir.layout import Layout, Shard
 from parloom.ir.mesh import Mesh, MeshAxis, grid
 from parloom.ir.ops import OPS, Assignment, Rule, Site
@@ -118,24 +119,28 @@ def test_arguments_by_position_name_and_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "partial", "passes"),
+    ("op", "args", "partial", "passes"),
     [
-        ("add", (True, True), True),
-        ("add", (True, False), False),
-        ("add", (True,), False),  # plus a number: it would count once per rank
-        ("mul", (True, False), True),
-        ("mul", (True, True), False),
-        ("div", (True, False), True),
-        ("div", (False, True), False),
-        ("sum", (True,), True),
-        ("exp", (True,), False),
-        ("view", (False,), False),
+        ("add", "xy", (True, True), True),
+        ("add", "xy", (True, False), False),
+        ("add", ("x", 2), (True,), False),  # plus a number: it would count once per rank
+        ("add", ("x", 0), (True,), True),
+        ("sub", ("x", 0.5), (True,), False),
+        ("rsub", ("x", 0.0), (True,), True),
+        ("mul", "xy", (True, False), True),
+        ("mul", "xy", (True, True), False),
+        ("div", "xy", (True, False), True),
+        ("div", "xy", (False, True), False),
+        ("sum", "x", (True,), True),
+        ("exp", "x", (True,), False),
+        ("view", ("x", (2,)), (False,), False),
     ],
 )
 def test_which_operators_let_partial_sums_through(
-    op: str, partial: tuple[bool, ...], passes: bool
+    op: str, args: Sequence[Arg], partial: tuple[bool, ...], passes: bool
 ) -> None:
-    assert OPS[op].passes_partial(partial) is passes
+    made = node(op, *args, to="z", shape=(2,))
+    assert OPS[op].passes_partial(made, partial) is passes
 
 
 def test_squeezed_dims_are_those_of_global_size_one() -> None:

@@ -167,9 +167,10 @@ def _plan(
 
     def judged() -> Decisions | None:
         found = judge.judge(split)
-        if found is not None:
-            used_cluster(judge.request.cluster, found.decisions)
-        return found and found.decisions
+        if found is None:
+            return None
+        used_cluster(judge.request.cluster, found.decisions)
+        return found.decisions
 
     decisions = judge.refusals.tried(judged)
     if decisions is not None:

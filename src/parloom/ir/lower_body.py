@@ -199,7 +199,7 @@ class Body:
             if axis not in axes or waits:
                 continue
             shared = axis == TIME and _adds(node)  # numbers are: see `in_shares`
-            if op.passes_partial(flags) or (shared and all(flags)):
+            if op.passes_partial(node, flags) or (shared and all(flags)):
                 kept.append((axis, "sum"))
         return tuple(kept)
 

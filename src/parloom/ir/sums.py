@@ -106,7 +106,7 @@ class _Sums:
         """Whether parts of the result are made of parts of all operands, in their dtype."""
         specs = [*(self.specs[name] for name in node.refs), *(v.spec for v in node.results)]
         alike = len({spec.dtype for spec in specs}) == 1 and specs[0].is_float
-        linear = op_of(node).passes_partial((True,) * len(node.refs))
+        linear = op_of(node).passes_partial(node, (True,) * len(node.refs))
         whole = len(node.results) == 1 and bool(specs[-1].shape) and not node.kwarg("rounding_mode")
         return alike and linear and whole
 

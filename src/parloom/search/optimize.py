@@ -191,7 +191,7 @@ class Driver:
         self._climb()
         self._close()
         if self.request.wanted is Wanted.PROOF and self.best_ps < inf:
-            self.bound_ps = self.steps.least_of(self.looked)
+            self.bound_ps = self.steps.least_of(self.every())
 
     def _look_on(self, meshes: Sequence[Mesh]) -> None:
         """The contexts on the first meshes, pipelines, and the rest, which has plans to beat."""
@@ -308,7 +308,7 @@ class Driver:
 
     def _has_room(self) -> bool:
         """Whether bounds on estimates allow a plan that is better by more than a little."""
-        least = min((c.columns.bound_ps(self._counted(c)) for c in self.looked), default=inf)
+        least = min((c.columns.bound_ps(self._counted(c)) for c in self.every()), default=inf)
         return self.best_ps > least * self.seen.ratio * (1 + WORTH)
 
     def _refine_one(self, parent: ContextSearch) -> None:
@@ -338,12 +338,14 @@ class Driver:
         limit = self.request.limit_bytes
         for start, context in _starts(self.every(), limit).items():
             near = cost(start, limit) <= _nearby_ps(self.every(), self.best_ps, self._has_room())
-            if near and self.steps.any_below(self.best_ps * (1 + SAME), self.looked):
+            if near and self.steps.any_below(self.best_ps * (1 + SAME), self.every()):
                 self.climbed += _climbed(context, start)
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
-        """Bring bounds near the best estimate of what fits; pipelines have none."""
+        """Bring bounds near the best estimate of what fits; pipelines have none. A form may have
+        layouts that the graph of all forms has not, where another one cuts a dim otherwise.
+        """
         limit, fastest = self.request.limit_bytes, self._best()
         if fastest is not None and len(fastest.decisions.stages) > 1:
             return
@@ -351,7 +353,7 @@ class Driver:
         known = chain(filter(None, [self.incumbent]), fitting)
         best = min((found.estimate_ps for found in known), default=inf)
         bounds = []
-        for context in self.looked:
+        for context in self.every():
             counted = self._counted(context)
             if context.columns.bound_ps(counted) < best * (1 - CLOSED) < inf:
                 context.columns.run(counted, context.duals, CLOSED / 4)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from parloom.errors import VerifyError
-from parloom.ir.graph import DTYPE_BYTES, Arg, Dtype, Function, Ref, TensorSpec
+from parloom.ir.graph import DTYPE_BYTES, Arg, Dtype, Function, Node, Ref, TensorSpec
 from parloom.ir.layout import Layout, Shape, digits, local_shape
 from parloom.ir.mesh import Mesh
 from parloom.ir.ops.exact import Exact, elementwise, of_all
@@ -215,12 +215,14 @@ class OpDef:
     why_whole: str = ""
     exact: Exact | None = None
 
-    def passes_partial(self, partial: tuple[bool, ...]) -> bool:
-        """Whether the result is a partial sum when just the marked operands are."""
+    def passes_partial(self, node: Node, partial: tuple[bool, ...]) -> bool:
+        """Whether the result is a partial sum when just the marked operands are. A number that is
+        added counts on every rank: zero, with which Python's `sum` begins, may.
+        """
         if not any(partial):
             return False
         if self.linear == "joint":
-            return all(partial) and len(partial) > 1
+            return all(partial) and all(isinstance(a, Ref) or a == 0 for a in node.args[:2])
         if self.linear == "either":
             return sum(partial) == 1
         return self.linear in ("first", "carried") and partial[0] and not any(partial[1:])
