@@ -7,6 +7,7 @@ those that this file runs must then differ.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 import torch
@@ -71,6 +72,49 @@ def test_batch_statistics_refuse_microbatches() -> None:
     decisions = random_plan(model.graph, model.factored, MESHES["2x2"], 0)
     with pytest.raises(LayoutError, match=r"norm:batch_norm#0.*use one microbatch"):
         model.error(replace(decisions, num_microbatches=2))
+
+
+class Anything(nn.Module):
+    """Products beside parameters, buffers, inputs and numbers of one element, which are added."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 12), nn.Linear(12, 12, bias=False)
+        self.bias, self.scalar = nn.Parameter(torch.randn(12)), nn.Parameter(torch.randn(()))
+        self.register_buffer("shift", torch.randn(12, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x + self.bias - self.one(x) + self.scalar - self.shift
+        total += torch.cat([self.other(x)[:, 6:], x[:, :6] + self.bias[:6]], 1).t().t()
+        loss: Tensor = (total.tanh() + total).square().sum()
+        return loss
+
+
+def anything() -> Model:
+    torch.manual_seed(0)
+    return lowered.of(Anything(), {"x": torch.randn(12, 12)})
+
+
+@pytest.mark.parametrize("name", ["anything", "sums", "gpt"])
+def test_linear_operators_make_parts_of_parts(name: str) -> None:
+    """Also where the search does not look for it: several readers, inputs of the graph, ends."""
+    model = anything() if name == "anything" else lowered.model(name)
+    for seed in range(4):
+        rng = Random(seed)
+        drawn = random_plan(model.graph, model.factored, MESHES["2x2"], seed)
+        rules = {f.key: model.factored.rule(f.function, f.node) for f in model.graph.flat()}
+        nodes = tuple(
+            replace(node, factors=(("sums", tuple(rng.sample("xy", rng.choice((1, 2))))),))
+            if rules[node.key].linear and rng.random() < 0.7
+            else node
+            for node in drawn.nodes
+        )
+        assert nodes != drawn.nodes
+        # storage was drawn for other layouts of weights
+        error, where = model.error(replace(drawn, nodes=nodes, parameters=()))
+        assert error <= TOLERANCE, where
 
 
 WINDOWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -70,10 +70,30 @@ def random_graph(
     )
 
 
+def added_products(rows: int, columns: int) -> Graph:
+    """Two products that are added: their parts may be, before they are summed."""
+    shape, square = f"float32[{rows}, {columns}]", f"float32[{columns}, {columns}]"
+    return parse_graph(f"""\
+graph "Added" training=True
+
+input w0: {square} = parameter("w0", trainable=True)
+input w1: {square} = parameter("w1", trainable=True)
+input x: {shape} = batch("x")
+
+main main:
+    v0: {shape} = linear(x, w0)  # m0
+    v1: {shape} = linear(x, w1)  # m1
+    v2: {shape} = add(v0, v1)  # m2
+    loss: float32[] = sum(v2)
+    return loss
+
+loss loss
+""")
+
+
 def every_assignment(rule: Rule, mesh: Mesh) -> Iterator[tuple[tuple[str, tuple[str, ...]], ...]]:
     """All of a rule that is looked at, the order of axes on one factor included."""
-    looked_at = (*rule.shardable, *(rule.sums if rule.adds else ()))
-    for factors in product((None, *looked_at), repeat=len(mesh.axes)):
+    for factors in product((None, *rule.offered), repeat=len(mesh.axes)):
         used: dict[str, list[str]] = {}
         for axis, factor in zip(mesh.names, factors, strict=True):
             if factor is not None:

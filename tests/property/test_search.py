@@ -1,6 +1,8 @@
 """The search against what it must agree with: enumeration, lowered plans, its own bounds."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -29,7 +31,7 @@ from parloom.search.layout_model import LayoutModel
 from parloom.search.meshes import logical_meshes
 from parloom.search.model import Floats, Term
 from parloom.search.optimize import search
-from parloom.search.redistribution import redistributions
+from parloom.search.redistribution import Redistribution, redistributions
 from parloom.search.request import Request, Wanted
 from parloom.search.step_rows import Passes, ShadowPrices, row_prices
 from parloom.search.storage import COLLECTED, STORED
@@ -39,6 +41,7 @@ from tests.property.searched import (
     ADAM,
     PLENTY,
     Enumerated,
+    added_products,
     context_of,
     every_plan,
     least_step_ps,
@@ -145,18 +148,28 @@ def test_a_search_finds_what_simulation_of_every_plan_finds(
     assert least_s * (1 - 1e-9) <= found.proposals[0].prediction.step_s <= least_s * 1.05
 
 
+def tables_of(layouts: LayoutModel) -> Iterator[tuple[LayoutModel, Redistribution]]:
+    """What the search knows of movements, with the model that asks for them."""
+    asked = [edge.transitions for some in layouts.flows.edges for edge in some]
+    for table in redistributions(layouts.prices, asked):
+        yield layouts, table
+
+
 @examples(6)
 @given(st.integers(0, 10**6))
 def test_redistributions_cost_what_the_planner_of_movements_makes_of_them(seed: int) -> None:
     """On meshes of up to four axes, in every pair of states that operators make and want."""
     rng = Random(seed)
-    graph, cluster = random_graph(rng, 2), rng.choice((EIGHT, MESHED))
+    cluster = rng.choice((EIGHT, MESHED))
     mesh = rng.choice(list(logical_meshes(cluster, 4)))
-    layouts = LayoutModel(
-        program_of(graph, factorize(graph)), Walker({}, mesh, cluster), BASE, ADAM
-    )
-    asked = [edge.transitions for some in layouts.flows.edges for edge in some]
-    for table in redistributions(layouts.prices, asked):
+    walker = Walker({}, mesh, cluster)
+    models = [
+        LayoutModel(program_of(graph, factorize(graph)), walker, BASE, ADAM)
+        for graph in (random_graph(rng, 2), added_products(64, 64))
+    ]
+    tables = list(chain.from_iterable(map(tables_of, models)))
+    assert any(target.layout.partial for _, table in tables for target in table.transitions.targets)
+    for layouts, table in tables:
         some = table.transitions
         for _ in range(10):
             source = rng.randrange(len(some.sources))

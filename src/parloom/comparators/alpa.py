@@ -131,7 +131,8 @@ def layouts_of(
     known = Menus(program, Single(program.graph, program.factored, walker.mesh))
     menus, products = [], heavy(program)
     for index, operator in enumerate(program.operators):
-        kept = tuple(assignments(operator.rule, walker.mesh))
+        every = assignments(operator.rule, walker.mesh)
+        kept = tuple(own for own in every if not operator.rule.summed_axes(own))  # XLA adds sums
         if samples is not None:
             kept = _samples_first(kept, walker.mesh, samples.get(index))
         if samples is not None and index in products:

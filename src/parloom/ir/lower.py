@@ -277,8 +277,9 @@ class _Lowering:
         zeros, so that it counts once.
         """
         rule = self.factored.rule(flat.function, flat.node)
-        once = rule.counts_once(index, self.chosen(flat.prefix, flat.node))
-        return None if once else self.wanted(flat, index)
+        chosen = self.chosen(flat.prefix, flat.node)
+        masked = rule.counts_once(index, chosen) or rule.summed_axes(chosen)
+        return None if masked else self.wanted(flat, index)
 
     def adjacent(self, prefix: str, node: Node) -> tuple[int, ...]:
         """The arguments of an operator that lie one after the other."""

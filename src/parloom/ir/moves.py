@@ -132,7 +132,9 @@ class _Planner:
         for axis, reduction in target.partial:
             there = (axis, reduction) in source.partial
             if not there and (reduction != "sum" or mesh[axis].steps):
-                raise LayoutError(f"a value that is whole over {axis!r} cannot be made partial")
+                raise LayoutError(
+                    f"a value that is whole over {axis!r} is no part of a {reduction} over it"
+                )
 
     def run(self) -> tuple[Step, ...]:
         plans = self._shrink, self._reduce, self._replicate, self._gather, self._make_partial

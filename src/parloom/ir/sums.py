@@ -75,7 +75,7 @@ class _Sums:
     def _optional(self) -> Iterator[str]:
         """Operators that only some forms of a graph have (`rewrite.forms`)."""
         found = {node.key for node in self.nodes if node.op == EITHER}
-        for node in reversed(self.nodes):
+        for node in reversed(self.nodes):  # readers first: what only they read is found by them
             names = [value.name for value in node.results]
             if self.ends.isdisjoint(names) and node.op != EITHER:
                 readers = [key for name in names for key in self.readers[name]]

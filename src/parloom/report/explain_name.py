@@ -81,11 +81,11 @@ def _operator(case: Case, flat: FlatNode, factored: Factored, play: Play, most: 
         "factors": [
             {
                 "factor": factor,
-                "size": size,
+                "size": rule.size(factor) or None,
                 "kind": rule.kind(factor),
                 "axes": list(assignment.get(factor, ())),
             }
-            for factor, size in rule.sizes
+            for factor in dict.fromkeys((*dict(rule.sizes), *assignment))
         ],
         "splits": words,
         "operands": list(_operands(case, flat, factored)),

@@ -65,7 +65,7 @@ def _factors(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         note = "" if row["kind"] == "plain" else f"  ({row['kind']})"
         over = ", ".join(row["axes"]) or "-"
-        table.add_row(f"  {row['factor']}", str(row["size"]), f"{over}{note}")
+        table.add_row(f"  {row['factor']}", str(row["size"] or "any"), f"{over}{note}")
     return table
 
 

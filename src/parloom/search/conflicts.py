@@ -129,8 +129,9 @@ def _reasons(pin: Pin, rule: Rule, mesh: Mesh) -> Iterator[str]:
             continue
         factors = ", ".join(
             f"{factor} is {rule.size(factor)}"
-            + ("" if factor in rule.assignable else " and never split")
+            + ("" if factor in rule.shardable else " and never split")
             for factor in term.factors(rule)
+            if factor not in rule.sums
         )
         yield f"{factors}, {what} {size} device{'s' if size > 1 else ''} ({sizes_of(mesh)})"
 

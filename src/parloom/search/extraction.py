@@ -350,9 +350,9 @@ class Extraction:
             self._add_support(lacking)
             self._add_times()
             taken, lacking = self._solved(self.program)
-            assert not lacking, "places in time leave all in order"
         items = [at for at, own in enumerate(self.every) if own.place != ANY]
-        return min((taken, self.order.of(items, self.needed)[0]), key=self._cost)
+        by_order = self.order.of(items, self.needed)[0]
+        return by_order if lacking else min(taken, by_order, key=self._cost)
 
     def _cost(self, taken: Mapping[Class, int]) -> float:
         return sum(self.times[at] for at in self.choices.used(taken))

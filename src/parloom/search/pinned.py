@@ -194,7 +194,7 @@ class _Names:
                 named.setdefault((flat.function, flat.node.key), flat.key)
                 count += 1
             else:
-                factors = ", ".join(f"{f} ({rule.size(f)})" for f in rule.shardable)
+                factors = ", ".join(f"{f} ({rule.size(f) or 'any'})" for f in rule.offered)
                 lacking.append(f"{flat.key} has {factors or 'nothing to split'}")
         if lacking and not named:
             what = ", ".join(t.what or "nothing" for t in pin.terms)

@@ -76,16 +76,17 @@ class Term:
 
     def factors(self, rule: Rule) -> tuple[str, ...]:
         """The factors of an operator that it is about: those of a dim of the first result, the one
-        of that name, or its parts where views have cut it (`n` into `n0`, `n1`).
+        of that name, or its parts where views have cut it (`n` into `n0`, `n1`). What is replicated
+        is no part of a sum, and parts of sums are not split.
         """
         if self.what == ANY:
-            return rule.shardable
+            return rule.offered if self.where == WHOLE else rule.shardable
         dim = DIM.fullmatch(self.what)
         if dim:
             dims = rule.results[0] if rule.results else ()
             return dims[int(dim[1])] if int(dim[1]) < len(dims) else ()
         names = [name for name, _ in rule.sizes]
-        if self.what in names:
+        if self.what in (*names, *rule.offered):
             return (self.what,)
         return tuple(n for n in names if re.fullmatch(re.escape(self.what) + "[0-9]+", n))
 

@@ -188,8 +188,8 @@ def placed(request: Request, searched: Searched) -> Searched:
                 best_ps = min(best_ps, laid[-1].step_ps)
     except KeyboardInterrupt:
         status = Status.INTERRUPTED
-        fastest = min(searched.proposals, key=rank)
-        laid = laid or [_laid_by_default(request, fastest)]
+        if searched.proposals and not laid:
+            laid = [_laid_by_default(request, min(searched.proposals, key=rank))]
     small = searched.smallest
     return replace(
         searched,

@@ -105,6 +105,9 @@ class Rule:
 
     @cached_property
     def size_of(self) -> Mapping[str, int]:
+        """Sizes by factor. That of partial sums has none: 0, which every number of devices divides,
+        and which stays 0.
+        """
         return dict(self.sizes) | dict.fromkeys(self.sums, 0)
 
     @cached_property
@@ -134,6 +137,11 @@ class Rule:
     def assignable(self) -> tuple[str, ...]:
         """Factors that an axis may be put on, that of partial sums among them."""
         return (*self.shardable, *self.sums)
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Factors that a search puts axes on."""
+        return (*self.shardable, *(self.sums if self.adds else ()))
 
     @property
     def sums(self) -> tuple[str, ...]:
@@ -171,7 +179,7 @@ class Rule:
         routed = self.routed(assignment, mesh)
         for factor, axes in assignment.items():
             if factor not in self.assignable:
-                names = ", ".join(self.shardable) or "none"
+                names = ", ".join(self.assignable) or "none"
                 raise LayoutError(
                     f"{where}: factor {factor!r} cannot be sharded; there is: {names}"
                 )
