@@ -343,9 +343,7 @@ class Driver:
                 self.best_ps = min([self.best_ps, *(found.step_ps for found in self.climbed)])
 
     def _close(self) -> None:
-        """Bring bounds near the best estimate of what fits; pipelines have none. A form may have
-        layouts that the graph of all forms has not, where another one cuts a dim otherwise.
-        """
+        """Bring bounds near the best estimate of what fits; pipelines have none."""
         limit, fastest = self.request.limit_bytes, self._best()
         if fastest is not None and len(fastest.decisions.stages) > 1:
             return
@@ -371,7 +369,7 @@ class Driver:
         return chain.from_iterable(context.judged.values() for context in self.every())
 
     def every(self) -> Sequence[ContextSearch]:
-        """All contexts, those in forms of their own among them."""
+        """All contexts, also those of one form, which may have layouts that all together lack."""
         return [*self.looked, *self.forms.looked]
 
 
