@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -24,7 +25,8 @@ from parloom.ir.mesh import Cluster, Mesh
 from parloom.ir.pcg import PCG
 from parloom.ir.plan import Decisions, Optimizer
 from parloom.ir.text import parse_graph
-from parloom.search.contexts import ContextSearch
+from parloom.search.compose import Candidate
+from parloom.search.contexts import ContextSearch, EstimateErrors, SimulatedCandidate
 from parloom.search.flow_costs import PASSES
 from parloom.search.folding import program_of
 from parloom.search.layout_model import LayoutModel
@@ -106,6 +108,34 @@ def test_no_plan_within_a_limit_is_below_its_bound(
     context.run(context.duals)
     for some in (limit, another):
         assert context.columns.bound_ps(some) <= least_step_ps(plans, some) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", [2, 3, 6, 9])
+def test_a_plan_that_is_too_large_by_a_byte_does_not_end_its_context(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a step needs more beyond what is counted than other plans' steps showed: a plan that
+    holds less by what is counted is found.
+    """
+    graph, mesh = small(seed)
+    context = context_of(graph, TWO, mesh)
+    context.run(ShadowPrices())
+    limit = int(next(context.candidates()).sums.held_bytes)
+    judge = ContextSearch.judge
+
+    def judged(context: ContextSearch, candidate: Candidate) -> SimulatedCandidate:
+        found, held = judge(context, candidate), int(candidate.sums.held_bytes)
+        peak = held if held < limit else limit + 1
+        changed = replace(found, prediction=replace(found.prediction, peak_bytes=peak))
+        context.judged[found.decisions] = changed
+        return changed
+
+    monkeypatch.setattr(ContextSearch, "judge", judged)
+    context.request = replace(context.request, limit_bytes=limit)
+    context.limit = float(limit)
+    assert context.improve(inf, EstimateErrors()) < inf
+    assert any(found.peak_bytes > limit for found in context.judged.values())
+    assert any(context.fitting())
 
 
 def test_a_bound_under_one_limit_is_none_under_a_larger() -> None:

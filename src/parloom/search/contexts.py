@@ -242,7 +242,12 @@ class ContextSearch:
             corrected = limit - found.beyond_bytes
             if high < inf and not low < corrected < high:
                 corrected = (low + high) / 2
-            if abs(corrected - self.limit) < CLOSE * limit or corrected <= 0:
+            if abs(corrected - self.limit) < CLOSE * limit:
+                corrected = self.limit - CLOSE * limit
+                # Of plans that are too large by little, others may hold less beyond the limit.
+                if corrected <= low or any(self.fitting()):
+                    break
+            if corrected <= 0:
                 break
             self.limit = corrected
             self.run(self.duals)
