@@ -239,14 +239,7 @@ class ContextSearch:
             best_ps = min([best_ps, *(j.step_ps for j in self.fitting())])
             if fits and not self.duals.byte_ps:
                 break
-            corrected = limit - found.beyond_bytes
-            if high < inf and not low < corrected < high:
-                corrected = (low + high) / 2
-            if abs(corrected - self.limit) < CLOSE * limit:
-                corrected = self.limit - CLOSE * limit
-                # Of plans that are too large by little, others may hold less beyond the limit.
-                if corrected <= low or any(self.fitting()):
-                    break
+            corrected = _corrected(self, found, low, high)
             if corrected <= 0:
                 break
             self.limit = corrected
@@ -282,6 +275,21 @@ class ContextSearch:
     def fitting(self) -> Iterator[SimulatedCandidate]:
         limit = self.request.limit_bytes
         return (found for found in self.judged.values() if found.peak_bytes <= limit)
+
+
+def _corrected(context: ContextSearch, found: SimulatedCandidate, low: float, high: float) -> float:
+    """The limit on what is counted that is tried next, by what `found` holds beyond it; 0 where
+    that is near the last one and something fits.
+    """
+    limit = context.request.limit_bytes
+    corrected = limit - found.beyond_bytes
+    if high < inf and not low < corrected < high:
+        corrected = (low + high) / 2
+    if abs(corrected - context.limit) >= CLOSE * limit:
+        return corrected
+    # Of plans that are too large by little, others may hold less beyond the limit.
+    lower = context.limit - CLOSE * limit
+    return 0.0 if lower <= low or any(context.fitting()) else lower
 
 
 def with_passes(context: ContextSearch, passes: Passes) -> ContextSearch:
