@@ -84,6 +84,7 @@ def test_throughput_is_the_time_of_each_token(gpt2: Captured) -> None:
     assert plan.aim.value == pytest.approx(each_s)
 
 
+@pytest.mark.slow
 def test_passes_of_tokens_in_stages_follow_each_other(gpt2: Captured) -> None:
     """A token takes as long as the busiest stage is at all microbatches, or the way of one."""
     plan = _found(gpt2, objective="throughput", pin=("stages=2",), devices=2)

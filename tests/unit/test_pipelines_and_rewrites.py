@@ -304,6 +304,7 @@ def test_rewrites_hide_no_faster_pipeline_of_the_model_as_it_is(name: str, tmp_p
     assert free.step_ps <= plain.step_ps * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_other_forms_are_left_out_where_pipelines_promise_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
