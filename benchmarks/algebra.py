@@ -121,7 +121,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     rows = known(args.json, args.table) if args.resume or args.table else []
     if args.table:
-        print(tables(rows, EVERY, CLUSTERS, METHODS))
+        print(tables(rows, args.models.split(","), args.clusters.split(","), METHODS))
     else:
         methods = args.methods or ",".join(OF_RANDOM if args.random else METHODS)
         with tempfile.TemporaryDirectory(prefix="parloom-algebra-") as folder:

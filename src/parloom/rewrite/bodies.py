@@ -16,7 +16,7 @@ from parloom.rewrite.rules import Rule
 from parloom.rewrite.symbolic import NotExpressed
 from parloom.rewrite.take import Take, term_of
 from parloom.rewrite.terms import Arg as TermArg
-from parloom.rewrite.terms import Term, in_pairs
+from parloom.rewrite.terms import Term, has_minus_zero, in_pairs
 
 # Where an operator says a dim, or dims, and of which it is the first where that is not said.
 DIMS: Mapping[str, int] = {
@@ -126,7 +126,8 @@ def takes_part(node: Node, specs: Mapping[str, TensorSpec]) -> bool:
     own = [specs[name] for at, name in enumerate(node.refs) if at != places]
     own += [value.spec for value in node.results]
     told = (arg for arg in node.args if not (isinstance(arg, bool) and node.op in FLAGGED))
-    return _one_dtype(own) and not any(map(_has_dtype, told))
+    # Calls are compared, by which 0.0 is -0.0.
+    return _one_dtype(own) and not any(_has_dtype(arg) or has_minus_zero(arg) for arg in told)
 
 
 def _one_dtype(specs: Sequence[TensorSpec]) -> bool:

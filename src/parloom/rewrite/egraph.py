@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import copysign, prod
+from math import prod
 from typing import Any
 
 from parloom.errors import InputError
@@ -27,6 +27,7 @@ from parloom.rewrite.terms import (
     Term,
     calls_in,
     extents_in,
+    has_minus_zero,
     names_in,
     size_in,
 )
@@ -309,7 +310,7 @@ class EGraph:
 
     def _call(self, op: str, args: tuple[Any, ...], result: int) -> Class:
         key: Key = (op, self.renewed(args), result)
-        if any(map(_is_minus_zero, args)):  # Python has it equal to zero, and calls may tell
+        if has_minus_zero(args):
             raise NotExpressed(f"{op} of -0.0")
         if key in self._nodes:
             return self.find(self._nodes[key])
@@ -437,12 +438,6 @@ def _solved(size: Size, own: int, known: Binding) -> Binding | None:
     if rest <= 0 or rest % factor:
         return None
     return Binding(known.inputs, {**known.sizes, names[0]: rest // factor}, known.lead)
-
-
-def _is_minus_zero(arg: Any) -> bool:
-    if isinstance(arg, tuple):
-        return any(map(_is_minus_zero, arg))
-    return isinstance(arg, float) and arg == 0 and copysign(1, arg) < 0
 
 
 def classes_in(args: Sequence[Any]) -> Iterator[Class]:

@@ -74,7 +74,7 @@ class _Layer:
         self._num_outputs = specs[weight].shape[0]
         self._lead = "h * " if grouped else ""
         self.out = f"{self._lead}o"
-        windows = "".join(f", {' + '.join('1' * extent)}" for extent in kernel)
+        windows = "".join(f", {extent}" for extent in kernel)
         self._inputs = [f"w[{self.out}, k{windows}]"]
         self._inputs += [f"c[{self.out}]"] if biased else []
 

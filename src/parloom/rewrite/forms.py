@@ -14,7 +14,7 @@ from operator import and_, or_
 
 from parloom.ir.factors import Factored, factorize
 from parloom.ir.graph import Call, Function, Graph, Node, Ref, Value, rename_node
-from parloom.ir.ops import Rule
+from parloom.ir.ops import OPS, Rule
 from parloom.ir.ops.shape import EITHER
 from parloom.rewrite.take import (
     Body,
@@ -183,13 +183,12 @@ class Forms:
 
     def _taken_by(self, take: Take) -> Iterator[tuple[Place, int]]:
         """The operators that take the results of a take, and the positions of these there."""
-        for index, value in take.taken:
+        for _, value in take.taken:
             others = [
                 other
                 for other in self.takes
                 if other.function == take.function and value in other.values
             ]
-            assert take.values[index] == value
             yield self._places[take.function, _either(value)], 1 + others.index(take)
 
     def _optional(self, bodies: Mapping[str, Body]) -> frozenset[Made]:
@@ -284,7 +283,8 @@ def _optional(body: Body, ends: Collection[str]) -> Iterator[Origin]:
     always = 0
     for item, _ in body:
         names = {value.name for value in item.results}
-        if isinstance(item, Call) or read.isdisjoint(names) or not names.isdisjoint(ends):
+        stays = isinstance(item, Call) or OPS[item.op].random
+        if stays or read.isdisjoint(names) or not names.isdisjoint(ends):
             always |= reduce(or_, (needs[name] for name in names), 0)
     for index, (item, origin) in enumerate(body):
         if isinstance(item, Node) and not always >> index & 1:

@@ -28,7 +28,7 @@ from parloom.rewrite.terms import Arg, Name, Term, calls_in
 FILE, PARTIAL, NUMBERS = "rules.json", "partial.json", (HALF, FACTOR)
 VERSION = 4
 """Of the files' form."""
-NUMBER = re.compile(r"m?[0-9]+(p[0-9]+)?(em?[0-9]+)?")
+NUMBER = re.compile(r"m?[0-9]{1,20}(p[0-9]{1,20})?(em?[0-9]{1,3})?")
 """How a case names its number: `m0p5` is -0.5."""
 # Operators that are told more than one tensor, so that no case is of them.
 _SEVERAL = """

@@ -65,7 +65,7 @@ def rule_of(
     for this stride, padding and dilation; of an image alone where it has no samples.
     """
     places = "".join(f", p{at}" for at in range(len(kernel)))
-    window = "".join(f", {' + '.join(('1',) * extent)}" for extent in kernel)
+    window = "".join(f", {extent}" for extent in kernel)
     inputs = f"x[{'b, ' * has_samples}k{places}]" if kernel else "x[*, k]"
     inputs += f", w[n, k{window}], v[m, k{window}]" + ", c[n], d[m]" * is_biased
     biases = ("c", "d", "(c, d)") if is_biased else ("None",) * 3

@@ -106,7 +106,7 @@ class _Padder:
     """One pass over main that widens the parameter and every value that carries its rows."""
 
     def __init__(self, graph: Graph, padding: Padding) -> None:
-        self.graph, self.padding = graph, padding
+        self.graph, self.padding, self.specs = graph, padding, graph.main.specs()
         self.wide: dict[str, str] = {}  # value with a padded last dim -> its masked name
         self.body: list[Node | Call] = []
 
@@ -168,7 +168,7 @@ class _Padder:
     def _passing(self, node: Node) -> bool:
         names = {old: new for old, new in self.wide.items()}
         if node.op == "cross_entropy_loss":
-            if node.refs[1] in self.wide or node.arg(5, "label_smoothing", 0.0):
+            if not self._is_of_indices(node) or node.arg(5, "label_smoothing", 0.0):
                 return False
             self.body.append(rename_node(node, names))
             return True
@@ -188,6 +188,10 @@ class _Padder:
         self.body.append(replace(node, results=(Value(made.name, spec),)))
         self.wide[made.name] = made.name
         return True
+
+    def _is_of_indices(self, loss: Node) -> bool:
+        """Whether targets are indices of classes, and classes have no weights of their own."""
+        return len(loss.refs) == 2 and not self.specs[loss.refs[1]].is_float
 
     def _last(self, node: Node) -> int:
         return len(node.results[0].spec.shape) - 1

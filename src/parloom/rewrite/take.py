@@ -294,14 +294,20 @@ def _without_unread(
     before = {name for item in function.body for name in _read(item)} | {*ends, *names}
     read, kept = set(ends), Body()
     for item, origin in reversed(items):
-        was_read = isinstance(origin, Node) and before.intersection(
-            value.name for value in origin.results
-        )
-        if was_read and read.isdisjoint(value.name for value in item.results):
+        if read.isdisjoint(value.name for value in item.results) and _may_go(origin, before):
             continue
         read.update(_read(item))
         kept.append((item, origin))
     return kept[::-1]
+
+
+def _may_go(origin: Origin, before: Collection[str]) -> bool:
+    """Whether this is an operator with results among those that were read `before`; a random one
+    stays: keys of later ones count it.
+    """
+    if not isinstance(origin, Node) or OPS[origin.op].random:
+        return False
+    return any(value.name in before for value in origin.results)
 
 
 def _read(item: Item) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 A term is written as Python writes a call: `split_with_sizes(linear(x, cat((w0, w1), 0)), (n0, n1),
 -1)[1]`. Inputs are declared with their sizes, `x[*, k]`, and numbers of rows with what they are
-below, `at[*] < v`; sizes are sums of products of names, and `*` stands for any dims before those
-that are named.
+below, `at[*] < v`; sizes are sums of products of names and of numbers of places, and `*` stands for
+any dims before those that are named.
 """
 
 import ast
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import copysign
 from typing import Any
 
 from parloom.errors import InputError
@@ -22,6 +23,8 @@ from parloom.rewrite.parallel import computes_of, product_of
 LEAD, CAT, SPLIT = "*", "cat", "split_with_sizes"
 MOST_MARKS = 500
 """Calls and operators in the text of a term."""
+MOST_PLACES = 1 << 16
+"""Places of a window."""
 _INPUT = re.compile(r"\s*([A-Za-z_]\w*)\[([^\]]*)\]\s*(?:<([^,]+))?(?:,|$)")
 Size = tuple[tuple[str, ...], ...]
 """A sum of products of names."""
@@ -172,9 +175,18 @@ def parse_term(text: str, inputs: Sequence[Input]) -> Term | Name:
 def parse_call(text: str) -> Term:
     """A call in which every word is an input; raises `InputError`."""
     found = _arg(_expression(text), text, None)
-    if not isinstance(found, Term):
+    if not isinstance(found, Term) or has_minus_zero(found):
         raise InputError(f"{text!r} is no call")
     return found
+
+
+def has_minus_zero(arg: Any) -> bool:
+    """Whether an argument has -0.0, which Python has equal to zero, and functions need not."""
+    if isinstance(arg, Term):
+        return has_minus_zero(arg.args)
+    if isinstance(arg, tuple):
+        return any(map(has_minus_zero, arg))
+    return isinstance(arg, float) and arg == 0 and copysign(1, arg) < 0
 
 
 def extents_of(inputs: Iterable[Input]) -> tuple[str, ...]:
@@ -271,15 +283,16 @@ def _expression(text: str) -> ast.expr:
 def _size(node: ast.expr, text: str) -> Size:
     if isinstance(node, ast.Name):
         return ((node.id,),)
-    if isinstance(node, ast.Constant) and node.value == 1:
-        return ((),)
+    number = node.value if isinstance(node, ast.Constant) else None
+    if isinstance(number, int) and 0 < number <= MOST_PLACES:
+        return ((),) * number
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return (*_size(node.left, text), *_size(node.right, text))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         left, right = _size(node.left, text), _size(node.right, text)
         if len(left) == len(right) == 1:
             return ((*left[0], *right[0]),)
-    raise InputError(f"{text!r} is no size: a sum of products of names")
+    raise InputError(f"{text!r} is no size: a sum of products of names and of numbers of places")
 
 
 def _arg(node: ast.expr, text: str, inputs: set[str] | None) -> Arg:

@@ -17,6 +17,9 @@ from parloom.ir.ops.exact import (
     size_of,
 )
 
+MOST_PLACES = 1 << 16
+"""Places that a pad adds at one end of a dim, where it repeats others."""
+
 
 def concat(algebra: Algebra[Any], given: Given) -> Results:
     """One after the other."""
@@ -78,6 +81,8 @@ def _ends(
     before, after = widths
     if min(widths) < 0:
         raise NotImplementedError("places that are cut off")
+    if mode != "constant" and max(widths) > MOST_PLACES:
+        raise NotImplementedError(f"{max(widths)} places beside a dim")
     if mode == "constant":
         sizes = algebra.dims(x)
         wide = ([*sizes[:dim], algebra.number(n), *sizes[dim + 1 :]] for n in widths)
