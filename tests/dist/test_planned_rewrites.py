@@ -461,6 +461,13 @@ def test_pinned_ways_that_build_on_each_other_are_made_together() -> None:
     assert api.verify(plan).passed
 
 
+def test_pins_of_stages_and_of_a_rewrite_are_held_together() -> None:
+    plan = asked("attention", pin=["stages=2", "rewrite=merge_linear"])
+    assert len(plan.decisions.stages) == 2
+    assert "merge_linear" in rules_of(plan)
+    assert api.verify(plan).passed
+
+
 def test_products_with_masks_stay_apart() -> None:
     plan = asked("masked")
     assert not plan.decisions.rewrites

@@ -8,7 +8,6 @@ from parloom.rewrite.rewrites import derived
 from parloom.rewrite.take import Take
 from parloom.search.contexts import Contexts
 from parloom.search.least_compute import least_work_ps
-from parloom.search.pinned import Pinned
 from parloom.search.pins import Kind
 from parloom.search.request import AUTO, Request, Say, base_of
 from parloom.search.rewritten import RewrittenRequest, as_pinned, with_takes
@@ -27,12 +26,7 @@ class FixedForm(RewrittenRequest):
         super().__init__(asked, rewrites)
         derived(asked.graph, self.rewrites)
         found = self.request
-        self.request = replace(found, method=AUTO, pinned=_of_layouts(found.pinned))
-
-
-def _of_layouts(pinned: Pinned) -> Pinned:
-    """The pins that are not about rewrites."""
-    return pinned.only([pin for pin in pinned.pins if pin.kind is not Kind.REWRITE])
+        self.request = replace(found, method=AUTO, pinned=found.pinned.without_rewrites())
 
 
 def on_first_part(request: Request) -> Request:

@@ -10,7 +10,7 @@ from math import inf
 
 from parloom.comparators.fixed_form import on_first_part, proved, wanted
 from parloom.cost.units import format_seconds
-from parloom.ir.graph import Function, Graph
+from parloom.ir.graph import Function, Graph, Node
 from parloom.rewrite.bodies import Body
 from parloom.rewrite.follows import rules_for
 from parloom.rewrite.known import is_proved
@@ -46,7 +46,9 @@ def tensat(request: Request, say: Say) -> tuple[str, ...]:
             f"tensat: {function.name}: {body.graph.num_nodes} calls,"
             f" {format_seconds(before_ps / 1e12)} to {format_seconds(best_ps / 1e12)}"
         )
-        rules = (*RULES, *body.graph.fired)
+        ops = {item.op for item in function.body if isinstance(item, Node)}
+        merges = [name for name in RULES if name.removeprefix("merge_") in ops]
+        rules = (*merges, *body.graph.fired)
         chosen = takes_between(function, best, rules) if best_ps < before_ps else ()
         if chosen is None or not proved(start.request, chosen):
             say(f"tensat: {function.name}: what was extracted does not follow in few rounds")

@@ -21,7 +21,7 @@ from parloom.ir.ops import OPS
 from parloom.rewrite.egraph import Match
 from parloom.rewrite.families import FACTOR, FUNCTION, HALF, SCALE, SHARE
 from parloom.rewrite.rounding import NARROW
-from parloom.rewrite.rules import Rule, misfit, prove, rule
+from parloom.rewrite.rules import Rule, id_of, misfit, prove, rule
 from parloom.rewrite.shapes import ARGUMENTS
 from parloom.rewrite.terms import Arg, Name, Term, calls_in
 
@@ -185,6 +185,12 @@ def _read(entry: Mapping[str, Any]) -> Known:
     found = rule(entry["id"], entry["inputs"], left, right)
     if reason := misfit(found):
         raise InputError(reason)
+    if found.id != id_of(found, entry["inputs"], left, right):
+        raise InputError(
+            f"both sides are not equal: {reason}"
+            if (reason := prove(found))
+            else "it was edited, and is not proved a second time, which regenerating does"
+        )
     calls = {call for side in (*found.left, *found.right) for call in calls_in(side)}
     of_function = any(call.op == FUNCTION.op for call in calls)
     numbers = ((n, call.op) for n in NUMBERS for call in calls if n in call.args)

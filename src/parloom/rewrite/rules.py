@@ -7,6 +7,7 @@ looks for shapes and numbers where both sides differ.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from hashlib import blake2b
 from math import prod
 from random import Random
 from typing import Any
@@ -72,6 +73,13 @@ def rule(identity: str, inputs: str, left: Sequence[str], right: Sequence[str]) 
             f"{identity}: {len(first)} outputs on the left, {len(second)} on the right"
         )
     return Rule(identity, declared, first, second)
+
+
+def id_of(found: Rule, inputs: str, left: Sequence[str], right: Sequence[str]) -> str:
+    """The id of a rule: its operators, and a hash of how it is written."""
+    ops = dict.fromkeys(call.op for side in (found.left, found.right) for call in calls_in(side[0]))
+    text = f"{inputs}: {left} = {right}"
+    return f"{'_'.join(ops)}_{blake2b(text.encode(), digest_size=3).hexdigest()}"
 
 
 def misfit(found: Rule) -> str:

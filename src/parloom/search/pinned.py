@@ -49,6 +49,10 @@ class Pinned:
         """These of them alone."""
         return _index(tuple(s for s in self.subjects if s.pin in pins))
 
+    def without_rewrites(self) -> "Pinned":
+        """Those of plans of a form whose rewrites are made."""
+        return self.only([pin for pin in self.pins if pin.kind is not Kind.REWRITE])
+
     @property
     def names_mesh(self) -> bool:
         """Whether plans have to have a certain mesh."""

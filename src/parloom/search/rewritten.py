@@ -100,6 +100,7 @@ def _nowhere(pin: Pin, pinned: Pinned) -> str:
         why = "this search pads no vocabulary; --method megatron does, for tensor parallelism"
         return f"{pin.text}: {why}"
     why = "it applies nowhere: no operators of this model have the form that it rewrites"
+    why += ", or the ranks and dtypes that it is for"
     if pinned.operators:
         why += ", but for those in blocks that other pins leave as they are"
     return f"{pin.text}: {why}"

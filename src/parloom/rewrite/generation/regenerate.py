@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ from parloom.rewrite.generation.halos import prove_by_halos
 from parloom.rewrite.generation.partial import Partial
 from parloom.rewrite.known import VERSION
 from parloom.rewrite.rounding import NARROW, may_round
-from parloom.rewrite.rules import Rule, prove, rule, with_lead
-from parloom.rewrite.terms import calls_in
+from parloom.rewrite.rules import Rule, id_of, prove, rule, with_lead
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +157,11 @@ def document(rules: Sequence[Rule]) -> str:
 
 
 def entry(found: Rule) -> dict[str, Any]:
-    """A rule as JSON values; its id is of its operators, and a hash."""
+    """A rule as JSON values."""
     inputs, sides = ", ".join(map(str, found.inputs)), (found.left, found.right)
     left, right = (list(map(str, side)) for side in sides)
-    ops = dict.fromkeys(call.op for side in sides for call in calls_in(side[0]))
-    text = f"{inputs}: {left} = {right}"
     return {
-        "id": f"{'_'.join(ops)}_{blake2b(text.encode(), digest_size=3).hexdigest()}",
+        "id": id_of(found, inputs, left, right),
         "inputs": inputs,
         "left": left,
         "right": right,

@@ -262,8 +262,10 @@ def _forms_of(best: SimulatedPlan | None, contexts: Contexts) -> Collection[tupl
 
 
 def holds_pins(request: Request, decisions: Decisions) -> bool:
-    """Whether a plan holds all that is pinned."""
-    return broken(request.pinned, request.graph, decisions) is None
+    """Whether a plan holds all that is pinned, but for rewrites: those of its form are made before,
+    and are not in these decisions.
+    """
+    return broken(request.pinned.without_rewrites(), request.graph, decisions) is None
 
 
 def least_pipeline_ps(contexts: Contexts) -> float:
