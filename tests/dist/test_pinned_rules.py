@@ -93,12 +93,13 @@ def test_no_rule_that_is_forbidden_makes_the_plan_faster(rule: str) -> None:
         (
             {"pin": ["rewrite=fold_scale"], "forbid": ["rewrite=fold_shift"]},
             "--pin rewrite=fold_scale: it applies nowhere: no operators of this model have the form"
-            " that it rewrites",
+            " that it rewrites, or the ranks and dtypes that it is for",
         ),
         (
             {"pin": ["rewrite=fold_scale", "head=replicated"]},
             "--pin rewrite=fold_scale: it applies nowhere: no operators of this model have the form"
-            " that it rewrites, but for those in blocks that other pins leave as they are",
+            " that it rewrites, or the ranks and dtypes that it is for, but for those in blocks that"
+            " other pins leave as they are",
         ),
     ],
 )
@@ -123,7 +124,7 @@ def test_explain_says_what_took_the_place_of_a_name() -> None:
         (line,) = answer.document["replaced"]
         assert line == (
             f"the model's {first}.q:linear#0 is merged with {first}.k:linear#0,"
-            f" {first}.v:linear#0 by merge_linear into {into}"
+            f" {first}.v:linear#0 by merge_linear into the plan's {into}"
         )
         assert line in rendered(answer.screen, 200)
         assert (answer.document["name"] == into) == (":" in name)
@@ -133,5 +134,6 @@ def test_explain_says_what_took_the_place_of_a_name() -> None:
     for name, gone in (("head.weight", "head"), ("a.2", "a.2"), ("a.2:linear#0", "a.2")):
         document = explain(averages, name=name).document
         (line,) = document["replaced"]
-        assert line.startswith(f"the model's {gone}:linear#0 is computed in another way, by ")
+        how = "in another way, by " if gone == "head" else "with head:linear#0, made of it, by "
+        assert line.startswith(f"the model's {gone}:linear#0 is computed {how}")
         assert document["name"].startswith("head:" if ":" in name else name)

@@ -22,7 +22,7 @@ class Replaced:
 
 def replaced(graph: Graph, rewrites: Sequence[str], name: str) -> list[Replaced]:
     """Operators of `graph` that rewrites took the place of and that `name` names: by their keys, by
-    their modules, or by parameters that they read.
+    their modules, values that they make, or parameters that they read.
     """
     parsed = list(map(parse_rewrite, rewrites))
     takes = {at: own for at, own in enumerate(parsed) if isinstance(own, Take)}
@@ -43,8 +43,12 @@ def replaced(graph: Graph, rewrites: Sequence[str], name: str) -> list[Replaced]
         if kept.isdisjoint((own.prefix, value.name) for value in own.node.results)
     ]
     read = {entry.value.name for entry in before.inputs if name in (entry.target, *entry.aliases)}
-    found = (_replaced(take, gone, after, name, read) for take in takes.values())
-    return list(dict.fromkeys(one for own in found for one in own))
+    found = list[Replaced]()
+    for take in takes.values():
+        others = [own for own in takes.values() if own is not take]
+        its = [own for own in gone if not any(_is_taken(own, other) for other in others)]
+        found += _replaced(take, its, after, name, read)
+    return list(dict.fromkeys(found))
 
 
 def _replaced(
@@ -56,7 +60,7 @@ def _replaced(
 ) -> Iterator[Replaced]:
     """What a take is in the place of, of what is gone and is named, or reads what is named."""
     makers = {result: own for own in gone for result in own.results}
-    for last in (own for own in gone if own.function == take.function and _makes(own, take)):
+    for last in (own for own in gone if _is_taken(own, take)):
         beside = [own for own in gone if own.prefix == last.prefix and _makes(own, take)]
         into = [
             own
@@ -71,13 +75,18 @@ def _replaced(
             left += [makers[one] for one in own.operands if one in makers]
         for own in seen.values():
             keys = (own.key, own.key.rpartition("#")[0], own.key.partition(":")[0])
-            if name in keys or not set(own.operands).isdisjoint(read):
+            values = (value.name for value in own.node.results)
+            if name in (*keys, *values) or not set(own.operands).isdisjoint(read):
                 yield _said(own, beside, take, tuple(one.key for one in into))
 
 
 def _source(take: Take) -> str:
     """What the operators that a take adds have as the place that they come from."""
     return "+".join(take.rules)
+
+
+def _is_taken(own: FlatNode, take: Take) -> bool:
+    return own.function == take.function and _makes(own, take)
 
 
 def _makes(own: FlatNode, take: Take) -> bool:
@@ -87,8 +96,10 @@ def _makes(own: FlatNode, take: Take) -> bool:
 
 def _said(own: FlatNode, beside: Sequence[FlatNode], take: Take, into: tuple[str, ...]) -> Replaced:
     others = ", ".join(one.key for one in beside if one is not own)
-    rules, there = ", ".join(take.rules), ", ".join(into)
-    if others and all(rule in RULES or is_fusion(rule) for rule in take.rules):
+    rules, there = ", ".join(take.rules), f"the plan's {', '.join(into)}"
+    if own not in beside:
+        text = f"the model's {own.key} is computed with {others}, made of it, by {rules}: {there}"
+    elif others and all(rule in RULES or is_fusion(rule) for rule in take.rules):
         text = f"the model's {own.key} is merged with {others} by {rules} into {there}"
     else:
         text = f"the model's {own.key} is computed in another way, by {rules}: {there}"
