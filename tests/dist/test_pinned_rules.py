@@ -98,8 +98,8 @@ def test_no_rule_that_is_forbidden_makes_the_plan_faster(rule: str) -> None:
         (
             {"pin": ["rewrite=fold_scale", "head=replicated"]},
             "--pin rewrite=fold_scale: it applies nowhere: no operators of this model have the form"
-            " that it rewrites, or the ranks and dtypes that it is for, but for those in blocks that"
-            " other pins leave as they are",
+            " that it rewrites, or the ranks and dtypes that it is for, but for those in blocks"
+            " that other pins leave as they are",
         ),
     ],
 )
