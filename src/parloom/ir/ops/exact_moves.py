@@ -17,7 +17,7 @@ from parloom.ir.ops.exact import (
     size_of,
 )
 
-MOST_PLACES = 1 << 16
+MOST_PADDED = 1 << 16
 """Places that a pad adds at one end of a dim, where it repeats others."""
 
 
@@ -81,7 +81,7 @@ def _ends(
     before, after = widths
     if min(widths) < 0:
         raise NotImplementedError("places that are cut off")
-    if mode != "constant" and max(widths) > MOST_PLACES:
+    if mode != "constant" and max(widths) > MOST_PADDED:
         raise NotImplementedError(f"{max(widths)} places beside a dim")
     if mode == "constant":
         sizes = algebra.dims(x)
